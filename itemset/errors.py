@@ -13,6 +13,26 @@ class ItemSetWarning(UserWarning):
     """What was built may not be what was meant. The message says what, and what to do about it."""
 
 
+class Faults:
+    """What is wrong with items or rows: counted, and told at once."""
+
+    def __init__(self, what: str = "rows") -> None:
+        self.count, self._what = 0, what
+        self._first: list[str] = []
+
+    def add(self, fault: str) -> None:
+        """Count one; the first ten are told."""
+        self.count += 1
+        if self.count <= 10:
+            self._first.append(fault)
+
+    def check(self) -> None:
+        """Raise an ItemSetError if there are any."""
+        if self.count:
+            before = f"{self.count:,} {self._what} are bad, such as " if self.count > 1 else ""
+            raise ItemSetError(before + "; ".join(self._first))
+
+
 def shown(value: Any, limit: int = 60) -> str:
     """Return what a message repeats of a client's value: the beginning of a string or number, the kind of all else.
 

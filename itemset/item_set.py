@@ -10,7 +10,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from itemset.errors import AGAIN, ItemSetError
-from itemset.text import Escape, TokenizerId, encode, fingerprint, identify, warn_of_special
+from itemset.text import Escape, Lossy, TokenizerId, encode, encode_pieces, fingerprint, identify
 from itemset.trie import attributes as attribute_columns
 from itemset.trie import file as index_file
 from itemset.trie import numbering, walk
@@ -229,13 +229,14 @@ class ItemSet:
 
     def tokens(self, item_keys: KeyList) -> list[list[int]]:
         """Return the tokens of each key's first item. Raises ItemSetError for an unknown key."""
-        return self._items_at(self._keys.numbers_of(item_keys))
+        return self.items_at(self._keys.numbers_of(item_keys))
 
     def items(self) -> list[list[int]]:
         """Return the tokens of every item, in the set's own order. For sets that fit memory as Python lists."""
-        return self._items_at(np.arange(len(self)))
+        return self.items_at(np.arange(len(self)))
 
-    def _items_at(self, numbers: NDArray[np.int64]) -> list[list[int]]:
+    def items_at(self, numbers: NDArray[np.int64]) -> list[list[int]]:
+        """Return the tokens of the items with these numbers."""
         rows = numbering.items_at(self.whole.trie.tables, self._terminal_rank, numbers, self.longest)
         return [part.tolist() for part in np.split(rows.tokens, rows.offsets[1:-1])]
 
@@ -276,9 +277,7 @@ class ItemSet:
             distinct = merged(self.trie, self._terminal_rank, self.key_starts, ~gone, given)
         except ValueError as error:
             raise ItemSetError(f"the index is corrupted, {error}: {AGAIN}") from error
-        item_set = built(distinct, pa.concat_arrays(values), columns, self._origin)
-        warn_of_special(item_set.occurring, tokenizer)
-        return item_set
+        return built(distinct, pa.concat_arrays(values), columns, self._origin)
 
     @functools.cached_property
     def _terminal_rank(self) -> NDArray[np.uint32]:
@@ -305,7 +304,8 @@ def build(
 ) -> ItemSet:  # fmt: skip
     """Build the set of these items, in any order. Equal ones become one item, with the keys of all in their order.
 
-    items: an integer matrix [N, L], `Rows`, or an iterable of token-id lists of any lengths >= 1.
+    items: an integer matrix [N, L], `Rows`, or an iterable of token-id lists of any lengths >= 1; with a tokenizer also
+        of lists of its tokens by name, such as ["<a_1>", "<b_2>"].
     keys: N integers or N strings; by default the row numbers.
     vocab_size: token ids must be below it; by default the tokenizer's, if there is one.
     tokenizer: the Hugging Face tokenizer the ids belong to; an engine with another one refuses the index.
@@ -315,15 +315,17 @@ def build(
     """
     if vocab_size is None and tokenizer is not None:
         vocab_size = len(tokenizer)
+    if tokenizer is not None and not hasattr(items, "ndim") and not isinstance(items, Rows):
+        items = items if isinstance(items, list) else list(items)
+        if items and isinstance(items[0], list | tuple) and items[0] and isinstance(items[0][0], str):
+            items = Rows(*encode_pieces(items, tokenizer))
     given = as_rows(items, vocab_size)
     item_keys = None if keys is None else as_keys(keys, len(given))
     columns = None if attributes is None else attribute_columns.as_attributes(attributes, len(given))
     distinct = sort_unique(given)
     del given
     origin = Origin(vocab_size, None if tokenizer is None else identify(tokenizer), prefix, escape)
-    item_set = built(distinct, item_keys, columns, origin)
-    warn_of_special(item_set.occurring, tokenizer)
-    return item_set
+    return built(distinct, item_keys, columns, origin)
 
 
 def built(distinct: Distinct, keys: pa.Array | None, attributes: pa.Table | None, origin: Origin) -> ItemSet:
@@ -349,5 +351,7 @@ def build_text(
     escape: "json" for items inside JSON strings, "text" inside other texts; see `text.encode`.
     Raises ItemSetError as `build` and `text.encode` do.
     """
-    rows = Rows(*encode(texts, tokenizer, prefix=prefix, escape=escape))
+    lossy = Lossy()
+    rows = Rows(*encode(texts, tokenizer, prefix=prefix, escape=escape, lossy=lossy))
+    lossy.warn()
     return build(rows, keys=keys, tokenizer=tokenizer, prefix=prefix, escape=escape, attributes=attributes)

@@ -5,14 +5,13 @@ a table or a list in memory. Its index lies in a folder beside the private copie
 of: the next start finds it there.
 """
 
+import functools
 import hashlib
 import os
-import re
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
@@ -21,27 +20,35 @@ import pyarrow as pa
 import pyarrow.parquet as pa_parquet
 
 from itemset.building import sources
+from itemset.building.columns import names_in
+from itemset.building.dialects import WORDS, Dialect
+from itemset.building.names import is_known, item_column, key_column
+from itemset.building.readers import as_rows as rows_of
+from itemset.building.streams import format_of
 from itemset.cli import build as building
 from itemset.cli import parse
 from itemset.errors import ItemSetError
 from itemset.published import POINTER
 from itemset.serving.private_copies import folder_of
-from itemset.storage import SourceFile, is_uri, locked
+from itemset.storage import SourceFile, file_at, is_uri, locked
 from itemset.text import fingerprint, load_tokenizer
-from itemset.trie.file import FORMAT
+from itemset.trie.attributes import kind_of
+from itemset.trie.file import FORMAT, MAGIC
 
 KEPT_SECONDS = 30 * 24 * 3600  # that an index stays after a server was last started with it
-_WORDS = ("column", "key", "attribute", "prefix", "escape")  # options of `itemset build`
-_ITEMS = ("item", "title", "name", "label", "text", "semantic_id", "semantic_ids", "sid", "token_ids", "tokens", "url")
-_KEY = re.compile(r"(.*_)?(id|key|sku|asin|isbn)|.*[a-z]Id")
+_WORDS = ("column", "key", "attribute", "prefix", "escape", *WORDS, "keys_repeat")  # options of `itemset build`
+RULES = 2  # of how files are judged: an index that others have made is built anew
+
+Tokenizer = str | Callable[[], Any]
+"""The folder or Hugging Face name of the model's tokenizer, or what loads it as the engine does."""
 
 
-def with_indexes(options: Mapping[str, Any], tokenizer: str) -> dict[str, Any]:
+def with_indexes(options: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the plugin's options with an index file in place of each source, built unless it is in the cache.
 
-    tokenizer: the folder or Hugging Face name of the model's. Raises ItemSetError as `itemset build` does: an unknown
-    option, a column that is not there, a bad item.
+    Raises ItemSetError as `itemset build` does: an unknown option, a column that is not there, a bad item.
     """
+    tokenizer = functools.cache(tokenizer if callable(tokenizer) else functools.partial(load_tokenizer, tokenizer))
     given = options.get("item_sets")
     cache = options.get("item_set_cache")
     if isinstance(given, Mapping):
@@ -53,7 +60,7 @@ def with_indexes(options: Mapping[str, Any], tokenizer: str) -> dict[str, Any]:
     return {**options, "item_sets": indexes}
 
 
-def _index_of(name: str, source: Any, tokenizer: str, cache: str | None) -> Any:
+def _index_of(name: str, source: Any, tokenizer: Callable[[], Any], cache: str | None) -> Any:
     """Return the index of a source, and what is none as it is: `StaticConfig` judges it."""
     given = os.fspath(source) if isinstance(source, os.PathLike) else source
     if given in ("", None) if isinstance(given, str | None) else isinstance(given, bool | int | float | bytes):
@@ -63,20 +70,44 @@ def _index_of(name: str, source: Any, tokenizer: str, cache: str | None) -> Any:
     if isinstance(given, str):
         parsed = _parsed(name, given)
         return source if parsed is None else _built(name, *parsed, tokenizer, folder)
+    words: dict[str, list[str]] = {}
+    if isinstance(given, Mapping) and "data" in given and given.keys() <= {"data", "column", "key", "attributes"}:
+        words = {"attribute": list(given["attributes"])} if given.get("attributes") else {}
+        words |= {word: [given[word]] for word in ("column", "key") if word in given}
+        given = given["data"]
     with tempfile.NamedTemporaryFile(suffix=".parquet", dir=folder) as table:
         pa_parquet.write_table(_table(name, given), table.name)
-        return _built(name, table.name, {}, tokenizer, folder)
+        try:
+            return _built(name, table.name, words, tokenizer, folder)
+        except ItemSetError as error:
+            named = '{"data": ..., "column": NAME, "key": NAME, "attributes": [NAMES]}'
+            message = str(error).replace(f", {name}={table.name}?column=NAME", "")
+            message = message.replace(table.name, f"the item set {name!r}")
+            mend = f"{name!r}: {named}"
+            raise ItemSetError(f"{message} (of a table or list say it so: {mend})") from error
 
 
 def _table(name: str, given: Any) -> pa.Table:
     try:
-        is_table = isinstance(given, Mapping) or hasattr(given, "columns") or hasattr(given, "__arrow_c_stream__")
-        return pa.table(given) if is_table else pa.table({"item": pa.array(list(given))})
+        if isinstance(given, Mapping) and not any(map(is_known, map(str, given))) and _by_key(given):
+            return pa.Table.from_pylist(rows_of(given, f"the item set {name!r}"))
+        if hasattr(given, "columns") or isinstance(given, Mapping):
+            return pa.table(given)
+        column = pa.chunked_array(given) if hasattr(given, "__arrow_c_stream__") else pa.array(list(given))
+        if isinstance(given, pa.Array | pa.ChunkedArray):
+            column = given
+        return pa.table({"item": column})
     except (TypeError, ValueError, pa.ArrowException) as error:
         raise ItemSetError(
             f"the item set {name!r} must be a file, a table (pandas, polars, pyarrow) or a list of texts or token-id "
             f"lists, not {type(given).__name__}: {error}"
         ) from error
+
+
+def _by_key(given: Mapping[Any, Any]) -> bool:
+    """Return whether an object has an item for each key, and is none of columns."""
+    numbers = all(isinstance(key, int) or str(key).isdecimal() for key in given)
+    return numbers or all(isinstance(one, str) for one in given.values())
 
 
 def _parsed(name: str, given: str) -> tuple[str, dict[str, list[str]]] | None:
@@ -93,22 +124,33 @@ def _parsed(name: str, given: str) -> tuple[str, dict[str, list[str]]] | None:
             f"{given} has options other than {', '.join(_WORDS)}: write {name}={path}?column=NAME&key=NAME"
         )
     path = os.path.expanduser(path)
-    kind = Path(path).suffix.lower()
-    if not words and os.path.isdir(path) and not os.path.exists(os.path.join(path, POINTER)):
-        with suppress(ItemSetError):  # an empty folder: it may become a published set
-            kind = sources.files_of(path)[0].suffix
-    return (path, words) if words or kind in sources.SUFFIXES else None
+    if os.path.isdir(path):
+        if words or os.path.exists(os.path.join(path, POINTER)) or not any(os.scandir(path)):
+            return (path, words) if words else None  # an empty folder may become a published set
+    elif not words and "*" not in path and _is_index(path):
+        return None
+    return path, words
 
 
-def _built(name: str, path: str, words: dict[str, list[str]], tokenizer: str, folder: Path) -> str:
+def _is_index(path: str) -> bool:
+    """Return whether this is an index, or not there, which is judged elsewhere."""
+    try:
+        file = file_at(path)
+        with file.open() as stream:
+            return stream.read(len(MAGIC)) == MAGIC or format_of(file) == ".itemset"
+    except (ItemSetError, OSError):
+        return not any(path.lower().endswith(suffix) for suffix in sources.SUFFIXES)
+
+
+def _built(name: str, path: str, words: dict[str, list[str]], tokenizer: Callable[[], Any], folder: Path) -> str:
     """Return the index of a file, from the cache if it is there."""
     files = sources.files_of(path)
-    names = sources.columns_of(files[0])
     chosen = dict(words)
+    wanted = [one for option in ("column", "key", "attribute") for one in words.get(option, ())]
+    names, dialect = names_in(files[0], Dialect.of({word: values[0] for word, values in words.items()}), wanted)
     if names:
         _choose(name, path, names, chosen)
-    loaded = load_tokenizer(tokenizer)
-    digest = hashlib.sha256(repr([FORMAT, sorted(chosen.items()), fingerprint(loaded), names]).encode())
+    digest = hashlib.sha256(repr([FORMAT, RULES, sorted(chosen.items()), fingerprint(tokenizer()), names]).encode())
     for file in files:
         digest.update(_content(file))
     index = folder / f"{digest.hexdigest()[:32]}.itemset"
@@ -120,14 +162,22 @@ def _built(name: str, path: str, words: dict[str, list[str]], tokenizer: str, fo
             if time.time() - old.stat().st_mtime > KEPT_SECONDS:
                 old.unlink()
         given = [f"--{option}={value}" for option, values in chosen.items() for value in values]
-        say(f"item set {name!r}: building an index of {path} ({' '.join(given) or 'its items'})")
-        others = [other for other in names if not any(other in values for values in chosen.values())]
+        given = ["--keys-repeat" if one.startswith("--keys_repeat") else one for one in given]
+        written = f", {dialect}" if dialect.names else ""
+        say(f"item set {name!r}: building an index of {path} ({' '.join(given) or 'its items'}{written})")
+        if "key" not in chosen and names:
+            say(f"item set {name!r}: no column has the keys, row numbers are the keys ({name}={path}?key=COLUMN)")
+        others = [other for other in names if other and not any(other in values for values in chosen.values())]
         if others and "attribute" not in words:
             say(f"columns that requests filter by: {name}={path}?attribute={others[0]} (it has {', '.join(others)})")
         start = time.monotonic()
-        args = parse(["build", path, *given, "--tokenizer", tokenizer, "-o", str(index)])
+        args = parse(["build", path, *given, "-o", str(index)])
+        args.tokenizer = tokenizer()
         made = building.write_index(args, index)
-        say(f"item set {name!r}: {len(made):,} items in {time.monotonic() - start:.1f} s, for the next start {index}")
+        took = f"{len(made):,} items in {time.monotonic() - start:.1f} s, for the next start {index}"
+        folded = f" ({made.duplicates:,} equal ones folded)" if made.duplicates else ""
+        typed = ", ".join(f"{one.name} ({kind_of(one.type)})" for one in made.attributes.schema)
+        say(f"item set {name!r}: {took}{folded}" + (f"; attributes {typed}" if typed else ""))
     return str(index)
 
 
@@ -136,24 +186,24 @@ def _choose(name: str, path: str, names: list[str], chosen: dict[str, list[str]]
     taken = {column for option in ("column", "key", "attribute") for column in chosen.get(option, ())}
     free = [column for column in names if column not in taken]
     if "column" not in chosen:
-        known = [column for word in _ITEMS for column in free if column.lower() == word]
-        others = [column for column in free if not _KEY.fullmatch(column)]
-        single = [some[0] for some in (others, free) if len(some) == 1]
-        if not known and not single:
+        if (column := item_column(free)) is None:
             there = ", ".join(map(repr, names))
             raise ItemSetError(f"{path} has the columns {there}: say which has the items, {name}={path}?column=NAME")
-        chosen["column"] = (known or single)[:1]
-        free.remove(chosen["column"][0])
-    keys = [column for column in free if _KEY.fullmatch(column)]
-    if "key" not in chosen and keys:
-        chosen["key"] = keys[:1]
+        chosen["column"] = [column]
+    if chosen.get("key") == [""]:
+        del chosen["key"]
+    elif "key" not in chosen:
+        about = [name, Path(path.partition("*")[0]).stem]
+        key = key_column([one for one in free if one not in chosen["column"]], about, path)
+        if key is not None:
+            chosen["key"] = [key]
 
 
 def _content(file: SourceFile) -> bytes:
     """Return a hash of what is in a file; of one that is elsewhere, what its system says of it, if it says when."""
     if file.system is not None and file.changed is not None:
         return repr((file.name, file.size, file.changed)).encode()
-    digest = hashlib.sha256(file.suffix.encode())
+    digest = hashlib.sha256(format_of(file).encode())
     with file.open() as stream:
         while piece := stream.read(1 << 23):
             digest.update(piece)

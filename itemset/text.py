@@ -3,7 +3,8 @@
 import hashlib
 import json
 import warnings
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path, PurePath
@@ -12,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from itemset.errors import ItemSetError, ItemSetWarning, shown
+from itemset.errors import Faults, ItemSetError, ItemSetWarning, shown
 
 ITEM = "item {}"
 BATCH = 10_000  # texts a tokenizer call: large enough for its threads, small enough for its Python lists
@@ -51,20 +52,23 @@ class TokenizerId:
 
 def encode(
     texts: Iterable[str], tokenizer: Any, *, prefix: str = "", escape: Escape | None = None, before: int = 0,
-    name: str = ITEM,
+    name: str = ITEM, faults: Faults | None = None, lossy: "Lossy | None" = None,
 ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:  # fmt: skip
     """Encode each of N texts as the one token sequence that the tokenizer gives for `prefix` and the text.
 
-    tokenizer: a Hugging Face tokenizer. No special tokens are added, nothing is padded or cut.
+    tokenizer: a Hugging Face tokenizer, or one with an engine's tokenizer protocol. No special tokens are added,
+        nothing is padded or cut.
     escape: for items that stand inside a longer text: the tokens are those that `prefix` and the text have in the
         middle of one, without the mark of a word's start that some tokenizers put before a whole text. "json" also
         escapes both as in a JSON string, but for characters that are not ASCII; "text" escapes nothing.
     before: number of items before these, if they are a part of many: errors count from the first of all.
     name: what errors call an item, with {} for its position.
+    faults: takes what is wrong with texts, which are omitted then; without it, all of that is raised at once.
+    lossy: takes the texts that their tokens do not give back.
     Returns tokens [T], int32, and offsets [N + 1], int64: text i is ``tokens[offsets[i]:offsets[i + 1]]``.
-    Raises ItemSetError, naming the item by its position from 0: not a string, empty, no token, a lone surrogate or
+    Raises ItemSetError, naming items by their position from 0: not a string, empty, no token, a lone surrogate or
     whatever else the tokenizer refuses, the tokenizer's unknown or end-of-sequence token; with `escape`, if what
-    stands before a text changes its tokens.
+    stands before a text changes its tokens. Also if the tokenizer fails whatever the text is.
     """
     if isinstance(tokenizer, str | PurePath):
         raise ItemSetError(f"the tokenizer must be a tokenizer object, not {tokenizer}: open it with load_tokenizer()")
@@ -75,20 +79,68 @@ def encode(
     if escape not in (None, "json", "text"):
         raise ItemSetError(f"escape must be json or text, not {shown(escape)}")
     carrier = _CARRIER if escape and not continues(tokenizer) else ""
-    forbidden = _forbidden_tokens(tokenizer)
+    found, before_these = Faults("items") if faults is None else faults, 0 if faults is None else faults.count
     tokens: list[NDArray[np.int32]] = [np.zeros(0, np.int32)]
     lengths: list[NDArray[np.int64]] = [np.zeros(1, np.int64)]
     done, rest = before, iter(texts)
     while batch := list(islice(rest, BATCH)):
-        flat, sizes = _encode_batch(batch, done, tokenizer, prefix, escape, carrier, name)
-        for token, why in forbidden.items():
-            if (where := np.flatnonzero(flat == token)).size:
-                i = int(np.searchsorted(np.cumsum(sizes), where[0], side="right"))
-                raise ItemSetError(f"{named(name, done + i, batch[i])} {why}")
-        tokens.append(flat)
-        lengths.append(sizes)
+        ids = _encode_batch(batch, done, tokenizer, prefix, escape, carrier, name, found, lossy)
+        if found.count == before_these:
+            lengths.append(np.fromiter(map(len, ids), np.int64, len(ids)))
+            tokens.append(np.fromiter(chain.from_iterable(ids), np.int32, int(lengths[-1].sum())))
         done += len(batch)
+    if faults is None:
+        found.check()
     return np.concatenate(tokens), np.cumsum(np.concatenate(lengths))
+
+
+def encode_pieces(
+    items: Iterable[Any], tokenizer: Any, *, name: str = ITEM, before: int = 0, faults: Faults | None = None
+) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    """Return the tokens of items that are lists of tokens by their names, as `encode` does.
+
+    Strings that the vocabulary does not have are parts of a text: they are joined, and the text is encoded.
+    Raises ItemSetError, or adds to the faults: a value that is no string, a token that no item may hold, a bad text.
+    """
+    if tokenizer is None:
+        raise ItemSetError("items that are lists of tokens need the model's tokenizer: give it")
+    vocabulary, forbidden = tokenizer.get_vocab(), _forbidden_tokens(tokenizer)
+    found, rows = Faults("items") if faults is None else faults, list[list[int]]()
+    for position, item in enumerate(items, before):
+        known = [vocabulary.get(piece, -1) if isinstance(piece, str) else -2 for piece in item]
+        if -1 in known and -2 not in known:
+            known = encode(["".join(item)], tokenizer, name=name, before=position, faults=found)[0].tolist()
+        for token in {-2, *forbidden} & set(known):
+            why = forbidden.get(token, "has other values than strings: give every token by its name")
+            found.add(f"{named(name, position, str(item))} {why}")
+        rows.append(known)
+    if faults is None:
+        found.check()
+    lengths = np.fromiter(map(len, rows), np.int64, len(rows))
+    return np.fromiter(chain.from_iterable(rows), np.int32, int(lengths.sum())), np.append(0, np.cumsum(lengths))
+
+
+class Lossy:
+    """Texts that differ from what their tokens decode to: counted, and the first as an example."""
+
+    def __init__(self) -> None:
+        self.count, self.example = 0, ("", "")
+
+    def add(self, text: str, decoded: str) -> None:
+        if text != decoded:
+            self.example = self.example if self.count else (text, decoded)
+            self.count += 1
+
+    def warn(self) -> None:
+        """Warn, for the caller of the function that builds a set, if there are any."""
+        if self.count:
+            before, after = map(shown, self.example)
+            warnings.warn(
+                f"{self.count:,} items come back from the tokenizer with another text, such as {before} as {after}: "
+                "answers have that one, and items that become equal are folded; tell them by their keys",
+                ItemSetWarning,
+                stacklevel=3,
+            )
 
 
 def escaped(text: str, escape: Escape | None) -> str:
@@ -106,9 +158,10 @@ def continues(tokenizer: Any) -> bool:
     return after == [carrier + text for text in texts]
 
 
-def load_tokenizer(path_or_name: str) -> Any:
+def load_tokenizer(path_or_name: str, *, trust_remote_code: bool = False, revision: str | None = None) -> Any:
     """Load the Hugging Face tokenizer in a folder, or of a model name.
 
+    trust_remote_code: whether to run the code of a tokenizer that brings its own. revision: of the model name.
     Raises ItemSetError: transformers is not installed, no such folder, no tokenizer there.
     """
     try:
@@ -119,15 +172,23 @@ def load_tokenizer(path_or_name: str) -> Any:
     # A model name has at most one slash: what cannot be one must not cost a try over the network.
     if not path.is_dir() and (path.exists() or path.is_absolute() or len(path.parts) > 2 or path_or_name[:1] in "~."):
         raise ItemSetError(f"no folder {path_or_name}: give the folder that holds tokenizer.json, or a model name")
+    with loading(path_or_name):  # False, not None: that would ask on a terminal
+        return AutoTokenizer.from_pretrained(str(path), trust_remote_code=trust_remote_code, revision=revision)
+
+
+@contextmanager
+def loading(path_or_name: str) -> Iterator[None]:
+    """Turn whatever loading a tokenizer raises into an ItemSetError."""
     try:
-        return AutoTokenizer.from_pretrained(str(path))
-    except Exception as error:  # it raises OSError, ValueError, KeyError, ImportError and its libraries' own
+        yield
+    except Exception as error:  # OSError, ValueError, KeyError, ImportError and its libraries' own
         reason = str(error).strip().partition("\n")[0]
         if isinstance(error, ImportError):
             raise ItemSetError(f"transformers cannot be used here: {reason}") from error
-        raise ItemSetError(
-            f"no tokenizer in {path_or_name} ({reason}): give the folder that holds tokenizer.json, or a model name"
-        ) from error
+        mend = "give the folder that holds tokenizer.json, or a model name"
+        if "trust_remote_code" in str(error):
+            mend = "it brings code of its own, which --trust-remote-code allows"
+        raise ItemSetError(f"no tokenizer in {path_or_name} ({reason}): {mend}") from error
 
 
 def fingerprint(tokenizer: Any, added: Collection[str] = ()) -> str:
@@ -137,6 +198,7 @@ def fingerprint(tokenizer: Any, added: Collection[str] = ()) -> str:
     It does not depend on how the tokenizer was loaded or wrapped, nor on its settings for padding and truncation. It
     changes as soon as a token, an id or the way it splits text does.
     """
+    tokenizer = getattr(tokenizer, "transformers_tokenizer", tokenizer)  # vLLM's class around Mistral's own
     vocabulary = tokenizer.get_vocab()
     tokens = sorted(vocabulary.keys() - added)
     digest = hashlib.sha256(json.dumps([tokens, *_token_ids(_PROBES, tokenizer)]).encode())
@@ -155,79 +217,94 @@ def identify(tokenizer: Any) -> TokenizerId:
     return TokenizerId(name or type(tokenizer).__name__, fingerprint(tokenizer))
 
 
-def warn_of_special(occurring: Callable[[list[int]], list[int]], tokenizer: Any) -> None:
-    """Warn, for the caller of the function that builds a set, if items have tokens that no answer's text shows.
-
-    Engines omit special tokens by default. occurring: returns those of some token ids that occur in an item.
-    """
-    if tokenizer is None:
-        return
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    special = {token for token, entry in added.items() if getattr(entry, "special", False)}
-    if hidden := occurring(sorted(special | set(getattr(tokenizer, "all_special_ids", ())))):
-        warnings.warn(
-            f"{len(hidden):,} of the tokens in items are special ones of the tokenizer, such as "
-            f"{tokenizer.convert_ids_to_tokens(hidden[0])!r} (id {hidden[0]}). Engines leave them out of an answer's "
-            "text: send skip_special_tokens: false with requests, or add them to the tokenizer with "
-            "special_tokens=False",
-            ItemSetWarning,
-            stacklevel=3,
-        )
-
-
 def _token_ids(texts: list[str], tokenizer: Any) -> list[list[int]]:
     """Return the canonical encodings, whatever the tokenizer was set to do before."""
+    if not _has_all_options(tokenizer):
+        return [list(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
     off = ("add_special_tokens", "padding", "truncation", "return_attention_mask", "return_token_type_ids", "verbose")
     ids: list[list[int]] = tokenizer(texts, **dict.fromkeys(off, False))["input_ids"]
     return ids
 
 
+def _has_all_options(tokenizer: Any) -> bool:
+    """Return whether it takes Hugging Face's options, else those of the engines' protocols alone, as Mistral's own."""
+    classes = {one.__name__ for one in type(tokenizer).__mro__}
+    protocol = hasattr(type(tokenizer), "encode") and "PreTrainedTokenizerBase" not in classes
+    return not protocol and "MistralCommonBackend" not in classes
+
+
+def decode(tokens: list[int], tokenizer: Any) -> str:
+    """Return the text of tokens, special ones among them."""
+    options = {"clean_up_tokenization_spaces": False} if _has_all_options(tokenizer) else {}
+    return str(tokenizer.decode(tokens, skip_special_tokens=False, **options))
+
+
 def _encode_batch(
-    batch: list[str], first: int, tokenizer: Any, prefix: str, escape: Escape | None, carrier: str, name: str
-) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """Return the batch's tokens [T] and how many each text has [len(batch)].
+    batch: list[str], first: int, tokenizer: Any, prefix: str, escape: Escape | None, carrier: str, name: str,
+    faults: Faults, lossy: Lossy | None,
+) -> list[list[int]]:  # fmt: skip
+    """Return the tokens of the batch's texts; what is wrong with some goes to the faults.
 
     first: the position of its first item. carrier: text before each, whose tokens are cut off.
     """
+    given = faults.count
     for i, text in enumerate(batch):
         if not isinstance(text, str):
-            raise ItemSetError(f"{named(name, first + i, text)} is not a string: give every item as a text")
-        if not text:
-            raise ItemSetError(f"{named(name, first + i, text)} is empty: remove it")
+            faults.add(f"{named(name, first + i, text)} is not a string: give every item as a text")
+        elif not text:
+            faults.add(f"{named(name, first + i, text)} is empty: remove it")
+    if faults.count > given:
+        return []
     try:
         "".join(batch).encode()  # a Python tokenizer would let lone surrogates through
-        ids = _token_ids([carrier + escaped(prefix + text, escape) for text in batch], tokenizer)
-    except Exception:
+        whole = [carrier + escaped(prefix + text, escape) for text in batch]
+        ids = _token_ids(whole, tokenizer)
+    except Exception as error:
         for i, text in enumerate(batch):
             if why := _refusal(text, tokenizer):
-                raise ItemSetError(f"{named(name, first + i, text)} {why}: remove or correct it") from None
-        raise  # no single text is to blame
-    if carrier:
-        (cut,) = _token_ids([carrier], tokenizer)
-        for i, tokens in enumerate(ids):
-            if tokens[: len(cut)] != cut:
-                raise ItemSetError(
-                    f"{named(name, first + i, batch[i])} has other tokens after {carrier!r} than alone, so they do not "
-                    "tell what it has inside a longer text: remove or correct it"
-                )
-            del tokens[: len(cut)]
-    sizes = np.fromiter(map(len, ids), np.int64, len(ids))
-    if not sizes.all():
-        i = int(sizes.argmin())
-        raise ItemSetError(f"{named(name, first + i, batch[i])} encodes to no token: remove it")
-    return np.fromiter(chain.from_iterable(ids), np.int32, int(sizes.sum())), sizes
+                faults.add(f"{named(name, first + i, text)} {why}: remove or correct it")
+        if faults.count > given:
+            return []
+        raise _failed(tokenizer, error) from error  # no single text is to blame
+    if lossy is not None:
+        for text, tokens in zip(whole, ids, strict=True):
+            lossy.add(text, decode(tokens, tokenizer))
+    (cut,) = _token_ids([carrier], tokenizer) if carrier else ([],)
+    forbidden = _forbidden_tokens(tokenizer)
+    for i, tokens in enumerate(ids):
+        if tokens[: len(cut)] != cut:
+            faults.add(
+                f"{named(name, first + i, batch[i])} has other tokens after {carrier!r} than alone, so they do not "
+                "tell what it has inside a longer text: remove or correct it"
+            )
+        del tokens[: len(cut)]
+        if not tokens:
+            faults.add(f"{named(name, first + i, batch[i])} encodes to no token: remove it")
+        for token in forbidden.keys() & tokens:
+            faults.add(f"{named(name, first + i, batch[i])} {forbidden[token]}")
+            break
+    return ids
 
 
 def _refusal(text: str, tokenizer: Any) -> str | None:
-    """Return why this text cannot be encoded, None if it can."""
+    """Return why this text cannot be encoded, None if it can. Raises ItemSetError if no text can be."""
     try:
         text.encode()
         _token_ids([text], tokenizer)
     except UnicodeEncodeError:
         return "holds half of a surrogate pair, which is no character"
     except Exception as error:
+        try:
+            _token_ids(["a"], tokenizer)
+        except Exception:
+            raise _failed(tokenizer, error) from error
         return f"is refused by the tokenizer ({error})"
     return None
+
+
+def _failed(tokenizer: Any, error: Exception) -> ItemSetError:
+    what = f"{type(tokenizer).__name__} raises {type(error).__name__}: {error}"
+    return ItemSetError(f"the tokenizer encodes no text ({what}): load it as the engine does")
 
 
 def _forbidden_tokens(tokenizer: Any) -> dict[int, str]:

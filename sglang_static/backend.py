@@ -102,6 +102,7 @@ class StaticBackend:
                 return self._admit_holes(manager, request, carried.holes)
             _, item_set = receive_request(self._catalogue, custom)
             self._check_room(manager.scheduler, request, item_set)
+            compat.decode_alone(request)
             stops = compat.stop_tokens(request)
             on_device = self._claim(manager, request, item_set, stops)
             # With n above 1 SGLang first asks for no token, so that the others find the prompt in its cache.

@@ -258,6 +258,13 @@ def after_reasoning(manager: Any, request: Any, grammar: Any) -> Any:
     return backend._make_grammar_object(grammar, request.require_reasoning)
 
 
+def decode_alone(request: Any) -> None:
+    """Let the answer be decoded without the prompt's last tokens (managers/schedule_batch.py,
+    init_incremental_detokenize)."""
+    request.surr_offset = request.read_offset = len(request.origin_input_ids_unpadded)
+    request.surr_and_decode_ids, request.cur_decode_ids_len = [], 0
+
+
 def stop_tokens(request: Any) -> set[int]:
     """The tokens at which SGLang ends this request (managers/schedule_batch.py, _check_token_based_finish)."""
     stops = set(request.sampling_params.stop_token_ids or ()) | set(request.eos_token_ids or ())

@@ -2,6 +2,8 @@
 
 import argparse
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from itemset.errors import ItemSetError
@@ -29,17 +31,33 @@ def _add_engine_arguments(engine: Any) -> None:
         if given and arguments.get("grammar_backend") != BACKEND:
             raise ValueError(f"{', '.join(given)} need the static backend: add grammar_backend={BACKEND!r}")
         if given:
-            compat.set_options(_with_indexes(given, arguments.get("tokenizer_path") or arguments["model_path"]))
+            compat.set_options(_with_indexes(given, SimpleNamespace(**arguments)))
         return make(**arguments)
 
     engine.server_args_class = staticmethod(server_args)
 
 
-def _with_indexes(given: dict[str, Any], tokenizer: str) -> dict[str, Any]:
-    """The options with an index in place of each source. Raises ItemSetError as `with_indexes` does."""
+def _with_indexes(given: dict[str, Any], arguments: Any) -> dict[str, Any]:
+    """The options with an index in place of each source, built with the tokenizer of these arguments of the server.
+
+    Raises ItemSetError as `with_indexes` does.
+    """
     from itemset.source_sets import with_indexes
 
-    return with_indexes(given, tokenizer)
+    return with_indexes(given, partial(_tokenizer_of, arguments))
+
+
+def _tokenizer_of(arguments: Any) -> Any:
+    """The tokenizer as SGLang loads it."""
+    from sglang.srt.utils.hf_transformers_utils import get_tokenizer
+
+    from itemset.text import loading
+
+    names = ("tokenizer_mode", "trust_remote_code", "revision", "tokenizer_backend")
+    named = {name: value for name in names if (value := getattr(arguments, name, None)) is not None}
+    path = getattr(arguments, "tokenizer_path", None) or arguments.model_path
+    with loading(path):
+        return get_tokenizer(path, **named)
 
 
 @hook("sglang.srt.server_args:ServerArgs.add_cli_args", always=True)
@@ -83,6 +101,5 @@ def _check_server_args(original: Callable[..., Any], self: Any) -> Any:
                 raise ValueError("item_set_draft_head works in vLLM only, on its model runner V2: leave it out")
             if config.item_set_path == "device" and reason is not None:
                 raise ValueError(f"item_set_path is device, but {reason}: leave item_set_path out for the host path")
-            parsed = compat.resolved(self)
-            compat.set_options(with_versions(_with_indexes(given, parsed.tokenizer_path or parsed.model_path)))
+            compat.set_options(with_versions(_with_indexes(given, compat.resolved(self))))
     return original()

@@ -150,6 +150,8 @@ class FrontEnd(FrontEndBase):
             raise RefusedError("no end", "the model has no end token: give the request stop_token_ids")
         params.custom_params = {**(params.custom_params or {}), WIRE: carried.json()}
         content = compat.content_after_reasoning(self._tokenizer, request)
+        if not params.ignore_eos:
+            params.skip_special_tokens = params.spaces_between_special_tokens = False  # an item shows its own
         setattr(request, answers.EXPECTED, self.expected(asked, frozenset(stops | self._all_ends), content))
         setattr(request, answers.CALLED, carried.reference or None)
 

@@ -99,7 +99,7 @@ async def _one(
     begin = partial(front_end.begin_list, asked, end, **limits, reasons=reasons)
     begun = asked.ended.jobs if asked.ended is not None else []
     job = begun.pop() if begun else await asyncio.to_thread(begin)  # the set's tokens may have to be looked through
-    said, texts, skip = dict[str, Any](), dict[Tokens, str](), params.get("skip_special_tokens", True)
+    said, texts, special = dict[str, Any](), dict[Tokens, str](), frozenset(getattr(tokenizer, "all_special_ids", ()))
 
     def read(one: Pass, output: dict[str, Any]) -> Answer:
         said.update(output["meta_info"])
@@ -108,7 +108,7 @@ async def _one(
     best: Any = None
     try:
         if job.carried is not None:
-            result, texts, info = await _in_one_request(generate, manager, prompt, job.carried, skip)
+            result, texts, info = await _in_one_request(generate, manager, prompt, job.carried)
             said |= info
             best = front_end.one_request.outcome(job.carried, result, job.search)
         if best is None:
@@ -135,7 +135,8 @@ async def _one(
             }
             if logs.items:
                 said_of_item[LOGPROBS] = item_logprobs(*logs.items[len(results)])
-            text = texts.get(item.tokens) or tokenizer.decode(item.tokens, skip_special_tokens=skip)
+            text = texts.get(item.tokens) if special.isdisjoint(item.tokens) else None
+            text = text or tokenizer.decode(item.tokens, skip_special_tokens=False)
             results.append({"output_ids": ids, "text": text, "meta_info": said_of_item})
     first = results[0]
     counts = {"completion_tokens": sum(len(one["output_ids"]) for one in results)}
@@ -143,17 +144,16 @@ async def _one(
 
 
 async def _in_one_request(
-    generate: Callable[..., AsyncGenerator[Any, None]], manager: Any, prompt: list[int], carried: EngineRequest,
-    skip_special_tokens: bool,
+    generate: Callable[..., AsyncGenerator[Any, None]], manager: Any, prompt: list[int], carried: EngineRequest
 ) -> tuple[ListResult, dict[Tokens, str], dict[str, Any]]:  # fmt: skip
     """Return what the engine has made, the text of each item by its tokens, and what SGLang says of any answer.
 
-    Cancelled, it takes the request back. skip_special_tokens: as in SGLang's sampling parameters, of the texts.
+    Cancelled, it takes the request back.
     """
     request = GenerateReqInput(
         rid=uuid.uuid4().hex,
         input_ids=prompt,
-        sampling_params={"beam_width": 2, "max_new_tokens": 1, "skip_special_tokens": skip_special_tokens},
+        sampling_params={"beam_width": 2, "max_new_tokens": 1, "skip_special_tokens": True},
         log_metrics=False,
     )
     setattr(request, CARRIED, carried)

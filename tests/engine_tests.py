@@ -111,3 +111,9 @@ def test_n_gives_independent_items(engine, named_sets):
 def test_stop_strings_end_inside_an_item(engine):
     (answer,) = engine.ask(["p"], {"choice": ["one two three"], "max_tokens": 40, "stop": [" two"]})
     assert answer.text == "one"
+
+
+def test_an_item_shows_its_special_tokens(engine):
+    for text in ("<pad>one", "<s><pad><s>", "a <pad>b<s>"):
+        (answer,) = engine.ask(["p"], {"choice": [text], "max_tokens": 40})
+        assert (answer.text, answer.said["item"]) == (text, {"key": 0})

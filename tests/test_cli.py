@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 import itemset
@@ -289,22 +289,20 @@ def test_attributes(capsys, tmp_path, memory):
     assert "has no column 'nothing'" in capsys.readouterr().err
 
 
-def test_special_tokens_are_named(capsys, tmp_path, tokenizers):
+def test_texts_that_the_tokenizer_alters_are_named(capsys, tmp_path, tokenizers):
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizers[0])
-    tokenizer.add_tokens([AddedToken("<a_1>", special=True), AddedToken("<a_2>", special=False)], special_tokens=True)
-    tokenizer.add_tokens(["<a_3>"])
-    tokenizer.save_pretrained(tmp_path / "more")
-    for name, text, warned in (("hidden", "<a_1><a_3>", True), ("shown", "<a_3>", False)):
+    tokenizer.add_tokens([AddedToken("<a_1>", special=True)], special_tokens=True)
+    tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.save_pretrained(tmp_path / "lower")
+    for name, text, said in (("a", "Toy\ntoy", "1 items come back"), ("b", "<a_1>x\ntoy", "")):
         (tmp_path / f"{name}.txt").write_text(text)
         out = str(tmp_path / f"{name}.itemset")
-        source = str(tmp_path / f"{name}.txt")
-        assert cli.main(["build", source, "--tokenizer", str(tmp_path / "more"), "-o", out]) == 0
+        assert (
+            cli.main(["build", str(tmp_path / f"{name}.txt"), "--tokenizer", str(tmp_path / "lower"), "-o", out]) == 0
+        )
         err = capsys.readouterr().err
-        said = "itemset: 1 of the tokens in items are special ones of the tokenizer, such as '<a_1>' (id "
-        assert err.startswith(said) == ("send skip_special_tokens: false with" in err) == warned
-        assert bool(err) == warned
-        (item,) = itemset.load(out).items()
-        assert (tokenizer.decode(item, skip_special_tokens=True) == text) != warned
+        assert err.startswith(f"itemset: {said}" if said else "")
+        assert bool(err) == bool(said)
 
 
 def test_interrupted(capsys, npy, tmp_path, monkeypatch):

@@ -44,8 +44,9 @@ def _small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few rows in a batch, so that a small file has many, and equal items stand in several."""
     monkeypatch.setattr(external, "_BATCH_TOKENS", 5)
     monkeypatch.setattr(external, "_BATCH_KEYS", 3)
-    monkeypatch.setattr(readers, "_PARQUET_ROWS", 3)
-    monkeypatch.setattr(readers, "_BLOCK_BYTES", 128)
+    monkeypatch.setattr(readers, "ROWS", 3)
+    monkeypatch.setattr(readers, "BLOCK_BYTES", 128)
+    monkeypatch.setattr(sources, "BLOCK_BYTES", 128)
     monkeypatch.setattr(sources, "_NPY_BATCH_BYTES", 64)
     monkeypatch.setattr(attributes, "BATCH_ROWS", 11)
     monkeypatch.setattr(attributes, "MAX_DICTIONARY", 9)
@@ -219,36 +220,39 @@ def test_errors_name_the_row_or_item_of_the_whole_file(tmp_path: Path, tokenizer
         return write_table(tmp_path / name, table)
 
     items: list[list[int | None]] = [[1, 2, 3]] * 30
-    assert "item 30 holds token id 50" in refusal(table("a.jsonl", t=[*items, [50]]), vocab_size=50)
-    assert "item 30 is empty" in refusal(table("a.parquet", t=[*items, []]))
+    assert "row 31, column 't' holds token id 50" in refusal(table("a.jsonl", t=[*items, [50]]), vocab_size=50)
+    assert "row 31, column 't' is empty" in refusal(table("a.parquet", t=[*items, []]))
     assert "row 31: a list in column 't' holds a missing" in refusal(table("a.parquet", t=[*items, [None]]))
     assert "row 31 has no value in column 't'" in refusal(table("a.jsonl", t=[*items, None]))
     texts = ["golden eye"] * 30
-    assert "row 31 has no value" in refusal(table("a.csv", t=[*texts, ""]), tokenizer=tokenizer)
-    assert "item 30 ('what') encodes to the unknown" in refusal(table("a.csv", t=[*texts, "what"]), tokenizer=tokenizer)
-    assert "item 30 (' ') encodes to no token" in refusal(table("a.jsonl", t=[*texts, " "]), tokenizer=tokenizer)
+    named: dict[str, Any] = {"column": "t", "tokenizer": tokenizer}
+    assert "row 31 has no value" in refusal(table("a.csv", t=[*texts, ""]), **named)
+    assert "row 31, column 't' ('what') encodes to the unknown" in refusal(table("a.csv", t=[*texts, "what"]), **named)
+    assert "row 31, column 't' (' ') encodes to no token" in refusal(
+        table("a.jsonl", t=[*texts, " "]), tokenizer=tokenizer
+    )
     keys = {"t": [*texts, "eye"], "k": [*range(30), ""]}
     options: dict[str, Any] = {"column": "t", "key": "k", "tokenizer": tokenizer}
     assert "row 31 has no value in column 'k'" in refusal(table("a.csv", **keys), **options)
     floats = {"t": texts, "k": [f"{i}.0" for i in range(30)]}
     assert "(0.0, ...), write them as integers" in refusal(table("a.tsv", **floats), **options)
     lines = tmp_path / "a.txt"
-    lines.write_text("golden eye\n" * 300 + "\n")
+    lines.write_text("golden eye\n" * 300 + "\ngolden eye\n")
     assert "line 301 is blank" in refusal(lines, tokenizer=tokenizer)
     lines.write_bytes(b"golden eye\n" * 300 + b"\xff\n")
-    assert "line 301: not UTF-8" in refusal(lines, tokenizer=tokenizer)
+    assert "line 301 is not UTF-8" in refusal(lines, tokenizer=tokenizer)
     rows = tmp_path / "a.jsonl"
     rows.write_text('{"t": [1]}\n' * 300 + '{"t": "a"}\n')
     assert "row 301: column 't' holds 'a'" in refusal(rows)
     np.save(tmp_path / "a.npy", np.array([[1, 2]] * 40 + [[1, -2]]))
-    assert "item 40 holds token id -2" in refusal(tmp_path / "a.npy")
+    assert "row 41 holds token id -2" in refusal(tmp_path / "a.npy")
 
 
 def test_what_a_build_in_memory_refuses(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     texts = write_table(tmp_path / "a.csv", {"t": TEXTS})
     tokens = write_table(tmp_path / "a.jsonl", {"t": [[1, 2]]})
-    assert "give the model's tokenizer" in refusal(texts)
-    assert "omit the vocabulary size" in refusal(texts, tokenizer=tokenizer, vocab_size=5)
+    assert "give the model's tokenizer" in refusal(texts, column="t")
+    assert "omit the vocabulary size" in refusal(texts, column="t", tokenizer=tokenizer, vocab_size=5)
     assert "the prefix is for texts" in refusal(tokens, prefix=" ")
     assert "no file" in refusal(tmp_path / "none.csv")
     assert "no columns" in refusal(write_table(tmp_path / "a.txt", {"t": ["a"]}), key="t")

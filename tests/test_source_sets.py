@@ -95,11 +95,11 @@ def test_a_second_start_builds_nothing_and_a_change_of_the_file_does(folder, ope
     [
         (
             "films.csv?colum=title",
-            "options other than column, key, attribute, prefix, escape: write films=.*films.csv.column=NAME",
+            "options other than column, key, .*, encoding, keys_repeat: write films=.*films.csv.column=NAME",
         ),
         ("films.csv?column=name", "no column 'name', it has 'movie_id', 'title', 'year'"),
         ("plain.csv", "has the columns 'a', 'b': say which has the items, films=.*plain.csv.column=NAME"),
-        ("films.csv?escape=xml", "options other than column, key, attribute, prefix, escape: write films="),
+        ("films.csv?escape=xml", "options other than column, key, .*, keys_repeat: write films="),
         ("gone.csv", "no file .*gone.csv"),
         ("torn.parquet", "torn.parquet cannot be read"),
         ("films.xml?column=title", "unknown suffix '.xml'"),
@@ -111,6 +111,16 @@ def test_what_is_refused_says_what_to_write(source, message, folder, opened):
     (folder / "torn.parquet").write_text("PAR1")
     with pytest.raises(ItemSetError, match=message):
         opened(f"{folder}/{source}")
+
+
+def test_a_table_with_its_columns_named(opened, tiny_model):
+    table = pd.DataFrame({"a": TITLES, "b": KEYS, "c": [1.5, 2, 3], "d": ["x", "y", "z"]})
+    films = opened({"data": table, "column": "a", "key": "b", "attributes": ["c", "d"]})
+    assert films.keys.to_pylist() != [0, 1, 2]
+    assert films.attributes.column_names == ["c", "d"]
+    for given in (table, [1, 2], {"data": table, "column": "e"}):
+        with pytest.raises(ItemSetError, match=r"the item set 'films'.*of a table or list say it so: 'films': {.data"):
+            opened(given)
 
 
 def test_a_value_that_is_no_source_is_judged_by_the_options(folder, opened):
@@ -128,3 +138,50 @@ def test_flags_keep_their_order_and_index_files_stay(folder, tiny_model):
     assert len(itemset.load(films.removeprefix("films="))) == 3
     assert source_sets.with_indexes({"item_set_path": "host"}, "none") == {"item_set_path": "host"}
     assert Path(films.removeprefix("films=")).parent == folder / "cache" / "built"
+
+
+@pytest.mark.parametrize(
+    ("given", "items"),
+    [
+        (pa.array(TITLES), dict(enumerate(TITLES))),
+        (pa.chunked_array([TITLES[:1], TITLES[1:]]), dict(enumerate(TITLES))),
+        (pd.Series(TITLES), dict(enumerate(TITLES))),
+        (dict(zip(KEYS, TITLES, strict=True)), dict(zip(KEYS, TITLES, strict=True))),
+        ({"a": TITLES[0], "b": TITLES[1]}, {"a": TITLES[0], "b": TITLES[1]}),
+        ({"sku": ["a", "b"], "name": TITLES[:2]}, {"a": TITLES[0], "b": TITLES[1]}),
+    ],
+)
+def test_columns_and_objects_of_the_process_are_read_as_what_they_are(given, items, opened, tiny_model):
+    films = opened(given)
+    tokenizer = itemset.text.load_tokenizer(str(tiny_model))
+    assert {key: tokenizer.decode(films.tokens([key])[0]) for key in films.keys.to_pylist()} == items
+
+
+@pytest.mark.parametrize("name", ["films.xlsx", "films.pkl", "films.bin", "films"])
+def test_a_server_refuses_what_build_does(name, folder, opened):
+    (folder / name).write_bytes(b"PK\x03\x04 no index")
+    with pytest.raises(ItemSetError, match=r"unknown suffix .*use one of .txt|a pickle can run any code"):
+        opened(f"{folder}/{name}")
+
+
+def test_what_was_taken_is_said(folder, opened, capsys):
+    (folder / "shop.csv").write_text("SKU;Name;Price;Sold\n1;Kite;3,5;yes\n2;Ball;4;no\n")
+    opened(f"{folder}/shop.csv?attribute=Price&attribute=Sold")
+    said = capsys.readouterr().err
+    assert "--column=Name --key=SKU, separated by semicolons, a header, quotes as csv, utf-8" in said
+    assert "; attributes Price (string), Sold (string)" in said
+    opened(f"{folder}/films.csv?key=")
+    assert "no column has the keys, row numbers are the keys" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("rows", "word"), [("7,Kite\n7,Ball\n", "7"), ("A,Kite\nB,Ball\nA,Boat\n", "'A'"), ("1,x\n1,y\n1,z\n2,x\n", "1")]
+)
+def test_a_key_of_different_items_is_refused_unless_it_is_meant(rows, word, folder, opened):
+    path = folder / "double.csv"
+    path.write_text("sku,name\n" + rows)
+    with pytest.raises(ItemSetError, match=f"keys in column 'sku' are those of different items .1., such as {word} of"):
+        opened(f"{path}")
+    assert len(opened(f"{path}?keys_repeat=yes").keys) == rows.count("\n")
+    path.write_text("sku,name\n7,Kite\n7,Kite\n8,Kite\n")  # an item twice, and one with two keys
+    assert len(opened(f"{path}")) == 1

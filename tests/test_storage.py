@@ -121,14 +121,11 @@ def test_parts_that_do_not_go_together(tmp_path: Path) -> None:
 
     whole, texts = parquet(slice(0, 5)), b'{"ids": "a", "key": 1}\n'
     assert refused(a_parquet=whole, b_jsonl=texts).startswith("F holds files of several kinds, F/a.parquet and F/b.jso")
-    assert refused(a_jsonl=jsonl(slice(0, 5)), b_jsonl=texts).startswith("F/b.jsonl holds texts, files before it token")
-    message = refused(a_parquet=whole, b_parquet=parquet(slice(5, 9), pa.string()))
-    assert message.startswith("F/b.parquet: keys of type large_string, and int64 in files before it: give")
+    message = refused(a_jsonl=jsonl(slice(0, 5)), b_jsonl=texts)
+    assert message.startswith("F/b.jsonl, row 1: column 'ids' holds 'a', not list")
     assert refused(a_jsonl=b"", b_jsonl=b"") == "F/a.jsonl is empty: it must hold at least one item"
     assert refused() == "no file in F: check the path"
-    assert refused(a_md=b"x") == "F/a.md: unknown suffix '.md', use one of " + ", ".join(
-        [".txt", ".npy", ".csv", ".tsv", ".jsonl", ".ndjson", ".parquet"]
-    )
+    assert refused(a_md=b"x").startswith("F/a.md: unknown suffix '.md', use one of .txt, .npy, .csv, .tsv, .item")
 
 
 def test_an_index_in_the_store(s3: S3, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 import copy
 import json
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,8 +12,20 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+import itemset
 from itemset import ItemSetError
-from itemset.text import _PROBES, BATCH, TokenizerId, encode, fingerprint, identify, load_tokenizer
+from itemset.text import (
+    _PROBES,
+    BATCH,
+    Lossy,
+    TokenizerId,
+    decode,
+    encode,
+    encode_pieces,
+    fingerprint,
+    identify,
+    load_tokenizer,
+)
 
 CORPUS = [
     "Toy Story (1995)",
@@ -151,12 +164,10 @@ def test_failure_that_no_text_is_to_blame_for():
     class Broken:
         unk_token_id = None
 
-        def __call__(self, texts, **kwargs):
-            if len(texts) > 1:
-                raise RuntimeError("Already borrowed")
-            return {"input_ids": [[1]]}
+        def encode(self, text, **kwargs):
+            raise RuntimeError("Already borrowed")
 
-    with pytest.raises(RuntimeError, match="Already borrowed"):
+    with pytest.raises(ItemSetError, match=r"encodes no text .Broken raises RuntimeError: Already borrowed"):
         encode(["a", "b"], Broken())
 
 
@@ -265,3 +276,70 @@ def test_without_transformers(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
     with pytest.raises(ItemSetError, match=r"pip install static-backend\[text\]"):
         load_tokenizer("anything")
+
+
+@pytest.fixture(scope="module")
+def mistral(tmp_path_factory):
+    """A folder with Mistral's own tokenizer."""
+    from mistral_common import __file__ as package
+
+    folder = tmp_path_factory.mktemp("mistral")
+    data = Path(package).parent / "data" / "tekken_240911.json"
+    (folder / "tekken.json").symlink_to(data)
+    (folder / "config.json").write_text('{"model_type": "mistral", "architectures": ["MistralForCausalLM"]}')
+    return folder
+
+
+def test_a_tokenizer_with_the_engines_protocol_alone(mistral):
+    from vllm.tokenizers.mistral import MistralTokenizer
+
+    own, other = MistralTokenizer.from_pretrained(str(mistral)), load_tokenizer(str(mistral))
+    texts = ["Alien", "千と千尋", " a space", "[INST]", "x" * 300]
+    tokens, offsets = encode(texts, own)
+    assert [decode(row, own) for row in split(tokens, offsets)] == texts
+    assert fingerprint(own) == fingerprint(other)
+    assert split(*encode(texts, other, prefix="b ")) == split(*encode(texts, own, prefix="b "))
+    films = itemset.build_text(texts, own)
+    assert films.lookup_text(texts, other).tolist() == [0, 1, 2, 3, 4]
+    with pytest.raises(ItemSetError, match=r"item 1 .* is empty"):
+        encode(["a", ""], own)
+
+
+def test_items_that_are_lists_of_tokens_by_name():
+    tokenizer = make_bpe()
+    tokenizer.add_tokens(["<a_1>", "<b_2>", "<c_3>"])
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<s_1>"]})
+    items = [["<a_1>", "<b_2>"], ["<s_1>", "<c_3>", "<a_1>"], ["T", "o"]]
+    ids = [tokenizer.convert_tokens_to_ids(item) for item in items]
+    assert split(*encode_pieces(items, tokenizer)) == ids
+    assert itemset.build(items, tokenizer=tokenizer, keys=["x", "y", "z"]).tokens(["x", "y", "z"]) == ids
+    # What the vocabulary does not have is text in parts.
+    assert split(*encode_pieces([["Toy ", "Story"]], tokenizer)) == [alone(tokenizer, "Toy Story")]
+    for bad, words in [(["<a_1>", 5], "other values than strings"), (["<|endoftext|>"], "end-of-sequence")]:
+        with pytest.raises(ItemSetError, match=f"item 1 .*{words}"):
+            encode_pieces([["<a_1>"], bad], tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "text", "back"),
+    [
+        (normalizers.NFC(), "Ame\u0301lie", "Amélie"),
+        (normalizers.NFKC(), "ﬁlm", "film"),
+        (normalizers.Lowercase(), "Alien", "alien"),
+        (normalizers.Strip(), " Heat ", "Heat"),
+    ],
+)
+def test_texts_that_come_back_altered_are_said(normalizer, text, back, recwarn):
+    tokenizer, lossy = make_bpe(normalizer=normalizer), Lossy()
+    encode([text, "same", text], tokenizer, lossy=lossy)
+    assert (lossy.count, lossy.example) == (2, (text, back))
+    with pytest.warns(itemset.ItemSetWarning, match="2 items come back from the tokenizer with another text"):
+        itemset.build_text([text, "same", text + "x"], tokenizer)
+    itemset.build_text(["same", "plain"], tokenizer)
+    assert not recwarn.list
+
+
+def test_all_bad_texts_are_told_at_once(bpe):
+    with pytest.raises(ItemSetError) as error:
+        encode(["a", "", "b", None, "<|endoftext|>", "c", ""], bpe, name="row {}")
+    assert str(error.value).startswith("3 items are bad, such as row 1 ('') is empty: remove it; row 3 (None)")

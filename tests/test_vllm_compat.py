@@ -7,11 +7,14 @@ import functools
 import importlib
 import json
 import shutil
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import contract
 import hooked_names
 import pytest
+import real_tokenizers
 import torch
 from vllm import SamplingParams
 from vllm.config import StructuredOutputsConfig
@@ -19,6 +22,8 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.renderers.registry import renderer_from_config
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer, SlowIncrementalDetokenizer
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -30,8 +35,9 @@ from vllm.v1.kv_cache_interface import (
 
 import itemset
 from itemset.serving import config, hooks
+from itemset.serving.answer_fields import Expected, after
 from itemset.text import load_tokenizer
-from vllm_static import compat, engine_config, plugin, speculation, step_list_hooks
+from vllm_static import answers, compat, engine_config, plugin, speculation, step_list_hooks
 from vllm_static.front_end import FrontEnd
 
 
@@ -300,3 +306,71 @@ def test_another_backend_refuses_an_item_set(engines, tiny_model):
     engine = engines("v1", tiny_model, **OF_XGRAMMAR)
     with pytest.raises(VLLMValidationError, match="this engine has no item sets: start it with"):
         engine.generate(["p"], SamplingParams(extra_args={"item_set": "films"}))
+
+
+@pytest.mark.parametrize("name", ["tiny", "tekken", "llama"])
+@pytest.mark.parametrize("thinks", [False, True])
+@pytest.mark.parametrize("slow", [False, True])
+def test_an_item_is_decoded_as_a_text_of_its_own(name, thinks, slow):
+    """By vLLM's own detokenizers, a delta a token; after a thought, too."""
+    tokenizer = real_tokenizers.tokenizer(name)
+    special, end = tokenizer.all_special_tokens[0], tokenizer.eos_token_id
+    marker, prompt = tokenizer.encode(" so:", add_special_tokens=False), tokenizer.encode("A film:")
+    for text in ("Alien", "two words", f"{special}x{special}", "é千"):
+        films = itemset.build([tokenizer.encode(text, add_special_tokens=False)])
+        content = partial(after, marker) if thinks else None
+        expected, tokens = Expected(films, frozenset([end]), content), [*films.items()[0], end]
+        request = EngineCoreRequest(
+            request_id="1", prompt_token_ids=prompt, mm_features=None, sampling_params=SamplingParams(),
+            pooling_params=None, arrival_time=0.0, lora_request=None, cache_salt=None, data_parallel_rank=None,
+        )  # fmt: skip
+        kind = SlowIncrementalDetokenizer if slow else FastIncrementalDetokenizer
+        state = SimpleNamespace(detokenizer=kind(tokenizer, request))
+        answers.decode_items(state, tokenizer, request, expected)
+        deltas = []
+        for token in [*marker * thinks, *tokens]:
+            state.detokenizer.update([token], stop_terminated=token == end)
+            deltas.append(state.detokenizer.get_next_output_text(token == end, delta=True))
+        said = "".join(deltas[len(marker) * thinks :])
+        assert said == tokenizer.decode(films.items()[0]), deltas
+        assert state.detokenizer.output_token_ids == [*marker * thinks, *tokens]
+
+
+CODE = """
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+
+class Own(PreTrainedTokenizerFast):
+    vocab_files_names = {"data_file": "own.json"}
+
+    def __init__(self, data_file=None, **options):
+        options = {name: value for name, value in options.items() if name not in ("tokenizer_object", "tokenizer_file")}
+        super().__init__(tokenizer_object=Tokenizer.from_file(data_file), **options)
+"""
+
+
+def test_a_file_is_built_with_the_tokenizer_that_the_engine_loads(tmp_path, tiny_model):
+    remote, films = tmp_path / "remote", tmp_path / "films.csv"
+    remote.mkdir()
+    shutil.copy(tiny_model / "config.json", remote)
+    shutil.copy(tiny_model / "tokenizer.json", remote / "own.json")
+    (remote / "own_code.py").write_text(CODE)
+    own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own_code.Own", "own_code.Own"]}}
+    (remote / "tokenizer_config.json").write_text(json.dumps(own))
+    films.write_text("id,title\n1,The red river\n2,A garden\n")
+    options = {"item_sets": {"films": str(films)}, "item_set_cache": str(tmp_path / "cache")}
+    expected = load_tokenizer(str(tiny_model))
+    for given in (
+        {"model": str(remote), "trust_remote_code": True},
+        {"model": str(tmp_path), "tokenizer": str(remote), "trust_remote_code": True},
+        {"model": str(tmp_path), "tokenizer": str(tiny_model), "tokenizer_mode": "hf"},
+    ):
+        args = EngineArgs(additional_config=dict(options), **given)
+        engine_config._add_indexes(args)
+        made = itemset.load(args.additional_config["item_sets"]["films"])
+        assert made.lookup_text(["A garden"], expected).tolist() == [2]
+    with pytest.raises(itemset.ItemSetError, match="it brings code of its own, which --trust-remote-code allows"):
+        engine_config._add_indexes(EngineArgs(model=str(remote), additional_config=dict(options)))
+    with pytest.raises(itemset.ItemSetError, match="--trust-remote-code"):
+        load_tokenizer(str(remote))

@@ -4,18 +4,21 @@ An output's item is `CompletionOutput.item`: {"key": ...}, or None if the answer
 sets stand in its constraint, `CompletionOutput.items` is a list of them. Other outputs have no such attribute.
 """
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from vllm.logger import init_logger
 
 from itemset.serving import http_bodies, metrics
-from itemset.serving.answer_fields import THOUGHT, told_of
+from itemset.serving.answer_fields import THOUGHT, Expected, told_of
+from itemset.serving.constraint import ExpectedItems
 from itemset.serving.request_fields import LOGPROBS
 from vllm_static.compat import hook
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
 
+_NEAR = 64  # tokens in which the end of reasoning is looked for
 EXPECTED = "expected_item"
 """Attribute of a request's parameters, which do not send it to the engine: makes what is expected of its answers
 (itemset.serving.answer_fields), with TOLD. Of its state in vLLM's output processor: that. Copies made for `n` have
@@ -26,11 +29,37 @@ TOLD = "told_of_items"
 
 @hook("vllm.v1.engine.output_processor:OutputProcessor.add_request", why="the set, kept until its answer is there")
 def add_request(original: Callable[..., Any], self: Any, request: Any, parent_req: Any) -> None:
-    """Its state of a request is told the request's set."""
+    """Store what the request's answers are read with, and let their items be decoded as texts of their own."""
     original()
     expecting = getattr((parent_req or request).sampling_params, EXPECTED, None)
     if expecting is not None and request.request_id in self.request_states:
-        setattr(self.request_states[request.request_id], EXPECTED, expecting(request))
+        state = self.request_states[request.request_id]
+        setattr(state, EXPECTED, expecting(request))
+        decode_items(state, self.tokenizer, request, getattr(state, EXPECTED)[0])
+
+
+def decode_items(state: Any, tokenizer: Any, request: Any, expected: Any) -> None:
+    """Decode an answer's item without what stands before it, and with its special tokens, from the first delta on."""
+    alone = isinstance(expected, Expected)
+    if not hasattr(state.detokenizer, "decode_next") or not (alone or isinstance(expected, ExpectedItems)):
+        return
+    request, params = copy.copy(request), copy.copy(request.sampling_params)
+    params.skip_special_tokens = params.spaces_between_special_tokens = False
+    request.sampling_params = params
+    if alone:
+        request.prompt_token_ids, request.prompt_embeds = [], None
+    own, whole = type(state.detokenizer).from_new_request(tokenizer, request), state.detokenizer
+    other_tokens, begun = whole.decode_next, expected.content is None
+
+    def decode_next(token: int) -> str:
+        nonlocal begun
+        begun = begun or len(expected.content(whole.output_token_ids[-_NEAR:])) > 0
+        if token in expected.stop_tokens or not begun:
+            return str(other_tokens(token))
+        own.token_ids.append(token)
+        return str(own.decode_next(token))
+
+    whole.decode_next = decode_next
 
 
 @hook("vllm.v1.engine.output_processor:RequestState._new_completion_output", why="which item a finished answer is")

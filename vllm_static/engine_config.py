@@ -127,7 +127,20 @@ def _add_indexes(args: Any) -> None:
     if isinstance(getattr(args, "additional_config", None), dict):
         from itemset.source_sets import with_indexes
 
-        args.additional_config = with_indexes(args.additional_config, args.tokenizer or args.model)
+        args.additional_config = with_indexes(args.additional_config, partial(_tokenizer_of, args))
+
+
+def _tokenizer_of(args: Any) -> Any:
+    """The tokenizer as vLLM loads it for these engine arguments."""
+    from vllm.tokenizers import get_tokenizer
+
+    from itemset.text import loading
+
+    given = {name: getattr(args, name, None) for name in ("tokenizer_mode", "trust_remote_code", "download_dir")}
+    revision = getattr(args, "tokenizer_revision", None) or getattr(args, "revision", None)
+    named = {name: value for name, value in given.items() if value is not None}
+    with loading(path := args.tokenizer or args.model):
+        return get_tokenizer(path, revision=revision, **named)
 
 
 def _add_versions(config: Any) -> None:

@@ -213,8 +213,7 @@ def candidates(
     outputs = []
     for i, (best, logs) in enumerate(zip(*_results(llm, front_end, lists, **options), strict=True)):
         (entries,) = described([best], lists[i].job.item_set, lists[i].job.of_set)
-        rows, skip = [item.tokens for item in best.items], params[i].skip_special_tokens
-        texts = _decoded(tokenizer, rows, skip_special_tokens=skip)
+        texts = _decoded(tokenizer, [item.tokens for item in best.items], skip_special_tokens=False)
         made = lists[i].outputs(zip(best.items, entries, texts, strict=True), logs)
         outputs.append(_output(str(next(llm.request_counter)), inputs[i], made))
     return outputs
@@ -350,6 +349,6 @@ async def online(
     items: list[tuple[Any, Any, str]] = []
     async for part in lists.entries(best, made.job.item_set, made.job.of_set):
         rows = [item.tokens for item, _ in part]
-        texts = _decoded(tokenizer, rows, skip_special_tokens=params.skip_special_tokens)
+        texts = _decoded(tokenizer, rows, skip_special_tokens=False)
         items += [(item, entry, text) for (item, entry), text in zip(part, texts, strict=True)]
     yield _output(request_id, prompt, made.outputs(items, logs))

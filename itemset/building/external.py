@@ -18,18 +18,20 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from itemset.building import sources
+from itemset.building.dialects import Dialect
 from itemset.building.item_codecs import codec_of
+from itemset.building.items import Encoding, Items
 
 from itemset.building.scratch import (  # isort: skip
     ROW, ArraySpool, Batch, Spool, Stored, Zeros, can_read_twice, nameless_file, scratch_folder,
 )  # fmt: skip
-from itemset.errors import ItemSetError
+from itemset.errors import Faults, ItemSetError
 from itemset.item_set import ItemSet, Origin
 from itemset.storage import files_at
-from itemset.text import Escape, identify, warn_of_special
+from itemset.text import Escape, Lossy, identify
 from itemset.trie.attributes import Survey, Writer
 from itemset.trie.keys import Keys, in_item_order
-from itemset.trie.rows import Rows, as_rows, joined, sort_unique, token_dtype
+from itemset.trie.rows import Rows, joined, sort_unique, token_dtype
 from itemset.trie.tables import build_trie
 
 MIN_MEMORY = 1 << 28  # bytes that the sort gets at least
@@ -47,6 +49,7 @@ class Source(TypedDict, total=False):
     column: str | None
     key: str | None
     attributes: Sequence[str]
+    dialect: Dialect
     tokenizer: Any
     prefix: str
     escape: Escape | None
@@ -59,8 +62,8 @@ def build_external(
 ) -> ItemSet:  # fmt: skip
     """Build the set of a file's items, byte for byte the one that `sources.read` and `build` or `build_text` make.
 
-    path; column, key, attributes: as for `sources.read`. tokenizer, prefix, escape, vocab_size: as for `build` (token
-    ids) and `build_text` (texts).
+    path; column, key, attributes, dialect: as for `sources.read`. tokenizer, prefix, escape, vocab_size: as for `build`
+    (token ids) and `build_text` (texts).
     memory: bytes that sorting may take (at least 750 MB are used), and then as much of the tables and of one integer an
     item; by default half of what is available. What is more, of about 16 bytes an item, is in files.
     folder: for temporary files, on a disk with room for some three times the tokens, keys and attributes; by default a
@@ -70,8 +73,8 @@ def build_external(
     Raises ItemSetError as those functions do, and if the disk is full.
     """
     how: dict[str, Any] = {**source}
-    named = {name: how.pop(name) for name in ("column", "key", "attributes") if name in how}
-    encoding = sources.Encoding(**how)
+    named = {name: how.pop(name) for name in ("column", "key", "attributes", "dialect") if name in how}
+    encoding = Encoding(**how)
     memory = available_memory() // 2 if memory is None else memory
     temporary = scratch_folder(Path(tempfile.gettempdir(), "itemset")) if folder is None else nullcontext(Path(folder))
     try:
@@ -83,7 +86,7 @@ def build_external(
         raise ItemSetError(f"{path} cannot be sorted in {where}: {error.strerror or error}: give more disk") from error
 
 
-def _built(stored: Stored, encoding: sources.Encoding, memory: int, folder: Path, progress: Progress) -> ItemSet:
+def _built(stored: Stored, encoding: Encoding, memory: int, folder: Path, progress: Progress) -> ItemSet:
     merged = _sorted(stored, memory, folder, progress)
     stored.check_unchanged()
     progress("building", 0.0)
@@ -92,9 +95,7 @@ def _built(stored: Stored, encoding: sources.Encoding, memory: int, folder: Path
     keys, section = _gather(stored, merged, members, folder, progress)
     made_with = None if encoding.tokenizer is None else identify(encoding.tokenizer)
     origin = Origin(stored.vocab_size, made_with, encoding.prefix, encoding.escape)
-    item_set = ItemSet(trie, keys, origin, duplicates=stored.items - trie.items, attributes=section)
-    warn_of_special(item_set.occurring, encoding.tokenizer)
-    return item_set
+    return ItemSet(trie, keys, origin, duplicates=stored.items - trie.items, attributes=section)
 
 
 def _interruptible(work: Callable[[], Result], connection: Any) -> Result:
@@ -116,26 +117,30 @@ def _interruptible(work: Callable[[], Result], connection: Any) -> Result:
 
 def _store(
     path: str | os.PathLike[str],
-    read: Callable[[], Generator[sources.Items]],
-    encoding: sources.Encoding,
+    read: Callable[[], Generator[Items]],
+    encoding: Encoding,
     folder: Path,
     progress: Progress,
 ) -> Stored:
     files = files_at(path)
     stored = Stored(nameless_file(folder), encoding.limit, path, files)
-    survey = None
+    survey, faults, lossy = None, Faults(), Lossy()
     with closing(read()) as batches:
         for batch in batches:
             if not stored.items:
                 encoding.check(path, texts=batch.texts is not None)
                 stored.again = read if batch.texts is None and can_read_twice(files) else None
                 stored.key_type = None if batch.keys is None else batch.keys.type
-            tokens = batch.tokens if batch.texts is None else encoding.encode(batch.texts, stored.items)
-            stored.add(batch, as_rows(tokens, stored.vocab_size, before=stored.items))
+            rows = encoding.rows(batch, stored.items, faults, lossy)
+            if rows is None:
+                continue
+            stored.add(batch, rows)
             if batch.attributes is not None:
                 survey = survey or Survey(batch.attributes.schema)
                 survey.add(batch.attributes)
             progress("reading" if batch.texts is None else "encoding", batch.done)
+    faults.check()
+    lossy.warn()
     stored.columns = () if survey is None else survey.columns()
     return stored
 

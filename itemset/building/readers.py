@@ -1,271 +1,213 @@
-"""The named columns of a CSV, TSV, JSON-lines or Parquet file, as Arrow reads them."""
+"""The named columns of a table in a file, as they stand there: delimited text, JSON, Parquet, NumPy archives."""
 
-import codecs
+import csv
+import re
 from collections.abc import Iterator, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import msgspec
+import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.csv as pa_csv
-import pyarrow.json as pa_json
 import pyarrow.parquet as pa_parquet
 
-from itemset.errors import ItemSetError
+from itemset.building.dialects import Dialect
+from itemset.building.names import is_known
+from itemset.building.streams import format_of, line_blocks, not_decoded, opened, text_of
+from itemset.errors import Faults, ItemSetError
 from itemset.storage import SourceFile
 
-_BLOCK_BYTES = 1 << 24  # no CSV row or JSON line may be longer; the readers' own 1 MiB is short for long items
-_PARQUET_ROWS = 1 << 16
-_TIME = r"^[0-9]{4}-[0-9]{2}-[0-9]{2}[T ][0-9]{2}:[0-9]{2}(:[0-9]{2}([.][0-9]{1,6})?)?"
-_INTEGER = r"(0|-?[1-9][0-9]*)"
-DATES = (
-    (pa.date32(), r"^[0-9]{4}-[0-9]{2}-[0-9]{2}$"),
-    (pa.timestamp("us"), _TIME + "$"),
-    (pa.timestamp("us", "UTC"), _TIME + r"(Z|[-+][0-9]{2}:?[0-9]{2})$"),
-)
-ALL = (
-    (pa.int64(), f"^{_INTEGER}$"),
-    (pa.float64(), f"^(-0|{_INTEGER})([.][0-9]+)?([eE][-+]?[0-9]+)?$"),
-    (pa.bool_(), "^(true|false|True|False|TRUE|FALSE)$"),
-    *DATES,
-)
-KEYS = ((pa.int64(), f"^{_INTEGER}$"), (pa.float64(), r"^-?[0-9]+\.0+$"))
+BLOCK_BYTES = 1 << 25  # of lines that are decoded at once
+ROWS = 1 << 16  # of a batch
+_HEAD = 1000  # rows of JSON lines whose fields are the columns
+_FIELD = "item"
+
+Batch = tuple[dict[str, Any], float]
+"""Consecutive rows: their values by column, Arrow arrays or lists of JSON values, None for a column that is not there;
+and the share of the file up to the last of them."""
 
 
-Columns = tuple[Any, Any, pa.Table, float]
-"""Consecutive rows of a file: the items and their keys, None without them, as Arrow columns; the attributes, a table
-without columns if none were asked for; the share of the file up to the last of these rows."""
+def read_delimited(source: SourceFile, dialect: Dialect, names: Sequence[str], faults: Faults) -> Iterator[Batch]:
+    """Read columns as strings, an empty field as a missing value. Rows that break the table's rules are faults."""
+    at = [(name, dialect.names.index(name)) for name in names if name in dialect.names]
+    width, header, rows, batch = len(dialect.names), dialect.header, 0, list[list[str]]()
+    with text_of(source, str(dialect.encoding)) as (text, share):
+        reader = dialect.rows(text)
+        for row in _rows(reader):
+            if header and row:
+                header = False
+            elif row:
+                rows += 1
+                if isinstance(row, str):
+                    faults.add(f"{source}, row {rows} {row}")
+                elif len(row) != width:
+                    faults.add(f"{source}, row {rows} has {len(row)} fields, not {width}: {_OTHER_WAYS}")
+                else:
+                    batch.append(row)
+                    if len(batch) == ROWS:
+                        yield _strings(source, dialect, batch, at, names, rows, faults), share()
+                        batch = []
+        if batch:
+            yield _strings(source, dialect, batch, at, names, rows, faults), share()
 
 
-class Written:
-    """The first of some types that all strings of a column are written as. first: the first that is not missing."""
-
-    def __init__(self, types: tuple[tuple[Any, str], ...]) -> None:
-        self.left = list(types)
-        self.first: Any = None
-
-    def add(self, strings: Any) -> None:
-        """Take the next chunk of the column; missing values are of any type."""
-        if self.first is None and strings.null_count < len(strings):
-            self.first = strings.drop_null()[0]
-        self.left = [(kind, pattern) for kind, pattern in self.left if _is_written_as(strings, kind, pattern)]
-
-    @property
-    def type(self) -> Any:
-        """The type, a string if there is none or if every value is missing."""
-        return self.left[0][0] if self.first is not None and self.left else pa.string()
+_OTHER_WAYS = "correct it, or say how fields are separated and quoted (--delimiter, --quotes, in a source ?quotes=text)"
 
 
-def _is_written_as(strings: Any, kind: Any, pattern: str) -> bool:
-    if not pc.all(pc.match_substring_regex(strings, pattern)).as_py():
-        return False
-    try:
-        strings.cast(kind)
-    except pa.ArrowInvalid:  # more digits than the type has, or a 31st of June
-        return False
-    return True
-
-
-def read_csv(source: SourceFile, column: str, key: str | None, attributes: Sequence[str]) -> Iterator[Columns]:
-    """Read columns as strings, some megabytes at a time; fields are separated by commas, in .tsv by tabs.
-
-    Keys are int64 if each is written as one, attributes of the type that all of them are written as (see `Written`). To
-    know that, these columns are read once before. Raises ItemSetError if all keys are written as floats.
-    """
-    written, of_key = {name: Written(ALL) for name in attributes}, Written(KEYS)
-    guesses = [*written.items(), *([] if key is None else [(key, of_key)])]
-    if guesses:
-        with source.open() as file, pa_csv.open_csv(file, **_csv_options(source, key, *attributes)) as reader:
-            for batch in reader:
-                for name, guess in guesses:
-                    guess.add(batch.column(name))
-                if not any(guess.left for _, guess in guesses):
-                    break
-    if of_key.type == pa.float64():
-        raise ItemSetError(f"{source}: keys in column {key!r} are floats ({of_key.first}, ...), write them as integers")
-    with source.open() as file, pa_csv.open_csv(file, **_csv_options(source, column, key, *attributes)) as reader:
-        for batch in reader:
-            table = pa.Table.from_batches([batch])
-            keys = None if key is None else table.column(key).cast(of_key.type)
-            known = table.select(list(written)).cast(pa.schema({name: guess.type for name, guess in written.items()}))
-            yield table.column(column), keys, known, file.tell() / source.size
-
-
-def _csv_options(source: SourceFile, *names: str | None) -> dict[str, Any]:
-    """Return how Arrow reads these columns, all if none is named, as strings."""
-    columns = [name for name in dict.fromkeys(names) if name is not None]
-    delimiter = "\t" if source.suffix == ".tsv" else ","
-    return {
-        "read_options": pa_csv.ReadOptions(block_size=_BLOCK_BYTES),
-        "parse_options": pa_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
-        # As strings: type inference would turn the title "1984" into a number and the key "007" into 7.
-        "convert_options": pa_csv.ConvertOptions(
-            include_columns=columns,
-            column_types=dict.fromkeys(columns, pa.string()),
-            null_values=[""],
-            strings_can_be_null=True,
-        ),
-    }
-
-
-def read_jsonl(source: SourceFile, column: str, key: str | None, attributes: Sequence[str]) -> Iterator[Columns]:
-    """Read columns of strings, int64 or lists of int64, as the first row has them, some megabytes at a time.
-
-    Attributes have the type that all their values have; strings that are all dates or times are these. To know that,
-    the file is read once before. Other fields are ignored.
-    """
-    first = _json_object(source, _first_line(source), 1)
-    # The first row decides the types: inference would turn texts that look like dates into timestamps.
-    schema = {name: _json_type(source, name, first[name]) for name in (column, key) if name is not None}
-    if key is not None and pa.types.is_list(schema[key]):
-        raise ItemSetError(f"{source}: column {key!r} holds lists, keys must be integers or strings")
-    types = _json_types(source, attributes) if attributes else {}
-    read = {name: pa.string() if pa.types.is_temporal(kind) else kind for name, kind in types.items()} | schema
-    options = pa_json.ParseOptions(explicit_schema=pa.schema(read), unexpected_field_behavior="ignore")
-    for lines, done in line_blocks(source):
-        if lines.isspace():
-            continue
+def _rows(reader: Iterator[list[str]]) -> Iterator[list[str] | str]:
+    """Yield a table's rows, and in place of one that breaks the rules of quotes what is wrong."""
+    while True:
         try:
-            table = pa_json.read_json(pa.BufferReader(lines), pa_json.ReadOptions(block_size=_BLOCK_BYTES), options)
-        except pa.ArrowInvalid:
-            _blame_json(source, schema)
-            raise
-        known = table.select(list(types)).cast(pa.schema(types))
-        yield table.column(column), None if key is None else table.column(key), known, done
+            yield next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            unclosed = "unexpected end" in str(error)
+            what = "opens a quote that is never closed" if unclosed else "has text after a closing quote"
+            inside = 'write a quote inside quotes twice (not \\"), or say that quotes are text'
+            yield f"{what} ({error}): {inside} (--quotes text, in a source ?quotes=text)"
 
 
-def _first_line(source: SourceFile) -> bytes:
-    with source.open() as file:
-        return next((line for line in file if line.strip()), b"").removeprefix(codecs.BOM_UTF8)
+def _strings(
+    source: SourceFile, dialect: Dialect, batch: list[list[str]], at: list[tuple[str, int]], names: Sequence[str],
+    rows: int, faults: Faults,
+) -> dict[str, Any]:  # fmt: skip
+    columns: dict[str, Any] = dict.fromkeys(names)
+    for name, i in at:
+        values = [row[i] or None for row in batch]
+        try:
+            columns[name] = pa.array(values, pa.string())
+        except UnicodeEncodeError:  # a lone surrogate: a byte that could not be decoded
+            for number, value in enumerate(values, rows - len(batch) + 1):
+                if re.search("[\ud800-\udfff]", value or ""):
+                    faults.add(f"{source}, row {number} {not_decoded(str(dialect.encoding))}")
+            columns[name] = pa.nulls(len(batch), pa.string())
+    return columns
 
 
-def line_blocks(source: SourceFile) -> Iterator[tuple[bytes, float]]:
-    """Yield a file in blocks of whole lines, without a byte order mark, and the share of the file up to their end."""
-    block = 2 * _BLOCK_BYTES
-    with source.open() as file:
-        while lines := file.read(block) + file.readline():
-            yield lines if file.tell() > len(lines) else lines.removeprefix(codecs.BOM_UTF8), file.tell() / source.size
-
-
-def _json_types(source: SourceFile, attributes: Sequence[str]) -> dict[str, Any]:
-    """Return the attributes' types, for which the whole file is read."""
-    fields = {f"field{i}": name for i, name in enumerate(attributes)}
+def read_json(source: SourceFile, dialect: Dialect, names: Sequence[str], faults: Faults) -> Iterator[Batch]:
+    """Read fields of JSON objects, one a line or in one document. Other fields are ignored."""
+    fields = {f"field{i}": name for i, name in enumerate(names)}
     row = msgspec.defstruct("Row", [(field, Any, None) for field in fields], rename=fields)
-    kinds: dict[str, set[Any]] = {name: set() for name in attributes}
-    written = {name: Written(DATES) for name in attributes}
-    for lines, _ in line_blocks(source):
+    document = _document(source) if format_of(source) == ".json" else None
+    if document is not None:
+        yield {name: [one.get(name) for one in document] for name in names}, 1.0
+        return
+    decoder, number = msgspec.json.Decoder(row), 0
+    for lines, share in line_blocks(source, str(dialect.encoding), BLOCK_BYTES):
         try:
-            rows = msgspec.json.Decoder(row).decode_lines(lines)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            _blame_json(source, {})
-            raise ItemSetError(f"{source} holds a line that is no JSON object: {error}") from error
-        for field, name in fields.items():
-            values = [value for row in rows if (value := getattr(row, field)) is not None]
-            here = set(map(_attribute_kind, values))
-            kinds[name] |= here
-            if here == {pa.string()}:
-                written[name].add(pa.array(values, pa.string()))
-    for name, seen in kinds.items():
-        if seen == {pa.int64(), pa.float64()}:
-            seen.remove(pa.int64())
-        if len(seen) > 1 or None in seen:
-            raise ItemSetError(
-                f"{source}: the values of attribute {name!r} must be of one kind: bools, numbers of at most 64 bits, "
-                "strings or lists of strings"
-            )
-    return {name: written[name].type if seen <= {pa.string()} else seen.pop() for name, seen in kinds.items()}
+            rows = decoder.decode_lines(lines)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            rows = [_object(source, line, number + i, decoder.decode, faults) for i, line in _lines(lines)]
+        number += len(rows)
+        yield {name: [getattr(one, field, None) for one in rows] for field, name in fields.items()}, share
 
 
-def _attribute_kind(value: object) -> Any:
-    if isinstance(value, list):
-        return pa.list_(pa.string()) if all(isinstance(one, str) for one in value) else None
-    if isinstance(value, bool):
-        return pa.bool_()
-    return pa.float64() if isinstance(value, float) else _kind(value)
+def _lines(lines: bytes) -> Iterator[tuple[int, bytes]]:
+    return enumerate((line for line in lines.split(b"\n") if line.strip()), 1)
 
 
-def _json_object(source: SourceFile, line: bytes, row: int) -> dict[str, Any]:
+def _object(source: SourceFile, line: bytes, row: int, decode: Any, faults: Faults) -> Any:
+    """Return a line's object, None if it is none, which is a fault."""
     try:
-        return msgspec.json.decode(line, type=dict[str, Any])
+        return decode(line)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        try:
+            line.decode()
+            faults.add(f"{source}, row {row} is no JSON object on one line: {error}")
+        except UnicodeDecodeError:
+            faults.add(f"{source}, row {row} {not_decoded('utf-8')}")
+        return None
+
+
+def _document(source: SourceFile) -> list[dict[str, Any]] | None:
+    """Return the rows of a JSON document, None if it is JSON lines.
+
+    An array has a row for each element; an object has one for each entry, whose name is the item's key.
+    """
+    with opened(source) as (file, _):
+        data = file.read().removeprefix(b"\xef\xbb\xbf")
+    try:
+        given = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ItemSetError(f"{source}, row {row} is no JSON object on one line: {error}") from error
+        if "trailing characters" in str(error):
+            return None
+        raise ItemSetError(f"{source} is no JSON: {error}") from error
+    return as_rows(given, str(source))
 
 
-def _json_type(source: SourceFile, name: str, value: object) -> Any:
-    """Return the Arrow type of a column by its first value."""
-    if value is None:
-        raise ItemSetError(f"{source}, row 1 has no value in column {name!r}: fill it in or remove the row")
-    if (kind := _kind(value)) is None:
+def as_rows(given: Any, source: str) -> list[dict[str, Any]]:
+    """Return what is a list of items or rows, or an object of them by key, as rows. Raises ItemSetError for others."""
+    if isinstance(given, list):
+        return [one if isinstance(one, dict) else {_FIELD: one} for one in given]
+    if not isinstance(given, dict) or any(map(is_known, map(str, given))):
         raise ItemSetError(
-            f"{source}: column {name!r} holds {value!r:.60}, use texts or lists of token ids (keys: integers)"
+            f"{source} holds {'columns or one record' if isinstance(given, dict) else 'no list'}: save an array of "
+            'rows, [{"id": 1, "title": "..."}, ...], or an object of items by key, {"1": "...", ...}'
         )
-    return kind
+    numbers = all(re.fullmatch(r"0|-?[1-9]\d{0,17}", str(key)) for key in given)
+    rows = {int(key) if numbers else str(key): one for key, one in given.items()}
+    return [{"key": key, **(one if isinstance(one, dict) else {_FIELD: one})} for key, one in rows.items()]
 
 
-def _kind(value: object) -> Any:
-    if isinstance(value, str):
-        return pa.string()
-    if type(value) is int:
-        return pa.int64() if -(2**63) <= value < 2**63 else None
-    if isinstance(value, list) and all(token is None or _kind(token) == pa.int64() for token in value):
-        return pa.list_(pa.int64())
-    return None
-
-
-def _blame_json(source: SourceFile, schema: dict[str, Any]) -> None:
-    """Raise the ItemSetError of the first bad row: Arrow counts rows from the start of its own blocks."""
-    with source.open() as file:
-        rows = (line for line in file if line.strip())
-        for row, line in enumerate(rows, 1):
-            record = _json_object(source, line.removeprefix(codecs.BOM_UTF8) if row == 1 else line, row)
-            for name, kind in schema.items():
-                value = record.get(name)
-                if value is not None and _kind(value) != kind:
-                    raise ItemSetError(f"{source}, row {row}: column {name!r} holds {value!r:.60}, not {kind}")
-
-
-def read_parquet(source: SourceFile, column: str, key: str | None, attributes: Sequence[str]) -> Iterator[Columns]:
+def read_parquet(source: SourceFile, dialect: Dialect, names: Sequence[str], faults: Faults) -> Iterator[Batch]:
     """Read the columns with the file's own types, some ten thousand rows at a time, never a whole row group."""
     # Not read_table(): that would read columns out of folder names such as year=2024, too.
     with source.open() as file, pa_parquet.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20) as parquet:
         rows, read = parquet.metadata.num_rows, 0
-        for batch in parquet.iter_batches(_PARQUET_ROWS, columns=list({column, key, *attributes} - {None})):
-            table = pa.Table.from_batches([batch])
-            read += len(table)
-            keys = None if key is None else table.column(key)
-            yield table.column(column), keys, table.select(attributes), read / rows
+        there = parquet.schema_arrow.names
+        for batch in parquet.iter_batches(ROWS, columns=[name for name in names if name in there]):
+            read += len(batch)
+            yield {name: batch.column(name) if name in there else None for name in names}, read / rows
 
 
-def column_names(source: SourceFile) -> list[str]:
-    """Return the columns of a file, none if it has items alone. Raises OSError or pa.ArrowException for a bad one."""
-    with source.open() as file:
-        if source.suffix == ".parquet":
-            return list(pa_parquet.read_schema(file).names)
-        if source.suffix in (".csv", ".tsv"):
-            return list(pa_csv.open_csv(file, **_csv_options(source)).schema.names)
-        if source.suffix not in (".jsonl", ".ndjson"):
-            return []
-        return list(_json_object(source, _first_line(source), 1))
+def read_npz(source: SourceFile, dialect: Dialect, names: Sequence[str], faults: Faults) -> Iterator[Batch]:
+    """Read the arrays of a NumPy archive: matrices are lists of token ids."""
+    with source.open() as file, _archive(source, file) as archive:
+        arrays = {name: archive[name] for name in names if name in archive.files}
+        if len({len(array) for array in arrays.values()}) > 1:
+            raise ItemSetError(f"{source}: its arrays {', '.join(arrays)} differ in length: save one row for each item")
+        yield {name: _column(source, name, arrays[name]) if name in arrays else None for name in names}, 1.0
 
 
-def choose(
-    source: SourceFile, column: str | None, key: str | None, attributes: Sequence[str]
-) -> tuple[str, str | None]:
-    """Return the columns of the items and of the keys. Raises ItemSetError if one is not there, or not named."""
-    names = column_names(source)
-    if source.suffix in (".jsonl", ".ndjson"):  # an attribute may be missing in some rows, the first among them
-        names = list(dict.fromkeys([*names, *attributes]))
-    there = ", ".join(map(repr, names))
-    for name in (column, key, *attributes):
-        if name is not None and name not in names:
-            raise ItemSetError(f"{source} has no column {name!r}, it has {there}")
-        if names.count(name) > 1:  # type: ignore[arg-type]
-            raise ItemSetError(f"{source} has more than one column {name!r}: rename one")
-    if column is None:
-        rest = [name for name in names if name != key and name not in attributes]
-        if len(rest) != 1:
-            raise ItemSetError(
-                f"{source} has the columns {there}: say which one holds the items with --column (in Python: column=)"
-            )
-        column = rest[0]
-    return column, key
+def _archive(source: SourceFile, file: Any) -> Any:
+    try:
+        return np.load(file)
+    except (ValueError, EOFError, OSError) as error:
+        raise ItemSetError(f"{source} is no NumPy archive: {error}") from error
+
+
+def _column(source: SourceFile, name: str, array: Any) -> Any:
+    if array.ndim == 2 and array.size:
+        return pa.FixedSizeListArray.from_arrays(pa.array(array.reshape(-1)), array.shape[1])
+    if array.ndim != 1:
+        raise ItemSetError(f"{source}: array {name!r} is {array.dtype} {list(array.shape)}: save a matrix or a column")
+    return pa.array(array.tolist() if array.dtype.kind in "US" else array)
+
+
+def columns_of(source: SourceFile, dialect: Dialect) -> dict[str, Any]:
+    """Return a file's columns and their Arrow types, None where only the values say it."""
+    kind = format_of(source)
+    if dialect.names:
+        return dict.fromkeys(dialect.names)
+    if kind == ".npz":
+        with source.open() as file, _archive(source, file) as archive:
+            return dict.fromkeys(archive.files)
+    if kind == ".parquet":
+        with source.open() as file:
+            schema = pa_parquet.read_schema(file)
+        for name in schema.names:
+            if schema.names.count(name) > 1:
+                raise ItemSetError(f"{source} has more than one column {name!r}: rename one")
+        return dict(zip(schema.names, schema.types, strict=True))
+    document = _document(source) if kind == ".json" else None
+    if document is None:
+        faults = Faults()
+        decode = partial(msgspec.json.decode, type=dict[str, Any])
+        lines, _ = next(line_blocks(source, str(dialect.encoding), min(BLOCK_BYTES, 1 << 20)))
+        document = [_object(source, line, i, decode, faults) for i, line in _lines(lines) if i <= _HEAD]
+        if not document:
+            _object(source, lines, 1, decode, faults)
+        if document[:1] == [None] or not document:
+            faults.check()
+    return cast(dict[str, Any], dict.fromkeys(name for one in document for name in one or ()))

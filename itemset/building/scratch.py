@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from itemset.building import sources
+from itemset.building.items import Items
 from itemset.errors import ItemSetError
 from itemset.storage import SourceFile, files_at
 from itemset.trie.attributes import Column, packed
@@ -162,7 +162,7 @@ class Stored:
     vocab_size: int | None
     path: str | os.PathLike[str]
     files: list[SourceFile]
-    again: Callable[[], Generator[sources.Items]] | None = None
+    again: Callable[[], Generator[Items]] | None = None
     key_type: Any = None
     items: int = 0
     highest: int = 0
@@ -180,7 +180,7 @@ class Stored:
         """The Arrow types of `Batch.values`."""
         return [self.key_type or ROW, *(column.packed for column in self.columns)]
 
-    def add(self, items: sources.Items, rows: Rows) -> None:
+    def add(self, items: Items, rows: Rows) -> None:
         """Add a batch of the source. rows: its items, checked."""
         if self.again is None:
             pickle.dump(replace(items, texts=None, tokens=rows), self.file, pickle.HIGHEST_PROTOCOL)
@@ -199,7 +199,7 @@ class Stored:
                 yield rows, [keys, *(column.chunk(0) for column in columns)]
                 done += len(rows)
 
-    def _stored(self) -> Generator[sources.Items]:
+    def _stored(self) -> Generator[Items]:
         end = self.file.tell()
         with self.file:
             self.file.seek(0)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 import itemset
-from itemset.cli.options import Command, positive, tokenizer_of
+from itemset.cli.options import Command, add_tokenizer, positive, tokenizer_of
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
 from itemset.text import encode
@@ -35,7 +35,7 @@ def add_to(command: Command) -> None:
         "--url", required=True, help="of the API, to /v1; to /generate: SGLang's own form, beams of its own"
     )
     sub.add_argument("--set", metavar="FILE", required=True, help="the index of the set")
-    sub.add_argument("--tokenizer", metavar="DIR", required=True, help="the set's tokenizer, which reads the answers")
+    add_tokenizer(sub, "the set's tokenizer, which reads the answers", required=True)
     users = 'lines of {"prompt": text or token ids, "truth": [keys], "filter": {...}}; the last two may be missing'
     sub.add_argument("--users", metavar="FILE", help=users)
     sub.add_argument("-k", metavar="K", type=positive, default=10, help="items in a list (default: 10)")

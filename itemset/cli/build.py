@@ -6,16 +6,30 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 import itemset
 from itemset.building import sources
+from itemset.building.dialects import Dialect
 from itemset.building.external import build_external
+from itemset.building.items import Encoding, Items
 from itemset.building.progress import build_bar
 from itemset.building.scratch import scratch_folder
-from itemset.cli.options import Command, facts, output_file, positive, print_table, size, tokenizer_of, unwritable
-from itemset.errors import ItemSetError
+from itemset.cli.options import (
+    Command,
+    add_tokenizer,
+    facts,
+    output_file,
+    positive,
+    print_table,
+    size,
+    tokenizer_of,
+    unwritable,
+)  # fmt: skip
+from itemset.errors import ItemSetError, shown
 from itemset.item_set import ItemSet
+from itemset.text import decode
 
 
 def add_to(command: Command) -> None:
@@ -25,16 +39,18 @@ def add_to(command: Command) -> None:
         "build an index file from the items of a file, a folder of files, or a URI",
         "itemset build films.csv --column title --key movie_id --tokenizer DIR -o films.itemset",
     )
-    formats = ".txt, .csv, .tsv, .jsonl, .ndjson, .parquet, or .npy [N, L]"
+    formats = ", ".join(sources.SUFFIXES)
     places = (
         "a file, a folder of such, a glob in quotes ('parts/*.parquet'), or one under s3://, gs://, hf://, https://"
     )
     sub.add_argument("source", metavar="SOURCE", help=f"{formats}: {places}")
     sub.add_argument("--column", metavar="C", help="column of the items: texts or lists of token ids")
     sub.add_argument("--key", metavar="K", help="column of the keys: integers or strings (default: row numbers)")
+    _add_dialect(sub)
     kept = "column to keep for filters: bools, numbers, strings, dates, times or lists of strings; may be repeated"
     sub.add_argument("--attribute", metavar="A", action="append", default=[], help=kept)
-    sub.add_argument("--tokenizer", metavar="DIR", help="the model's tokenizer: a folder or a Hugging Face name")
+    sub.add_argument("--keys-repeat", action="store_true", help="let different items have the same key")
+    add_tokenizer(sub, "the model's tokenizer: a folder or a Hugging Face name")
     sub.add_argument("--prefix", metavar="S", default="", help="text before every item, for instance a space")
     escape = "for items that stand inside longer answers: in JSON strings (escaped as such), or in other text"
     sub.add_argument("--escape", choices=["json", "text"], help=escape)
@@ -54,10 +70,19 @@ def add_to(command: Command) -> None:
     sub.add_argument("--add", metavar="SOURCE", help="items to add, in any format that build reads")
     sub.add_argument("--column", metavar="C", help="column of the items to add: texts or lists of token ids")
     sub.add_argument("--key", metavar="K", help="column of the keys (default: numbers after the highest key)")
-    sub.add_argument("--tokenizer", metavar="DIR", help="the tokenizer that the set was built with")
+    _add_dialect(sub)
+    add_tokenizer(sub, "the tokenizer that the set was built with")
     sub.add_argument("--remove", metavar="KEYS", help="keys to remove: lines of a .txt file, or the column --key")
     sub.add_argument("--missing-ok", action="store_true", help="keys to remove need not be in the set")
     sub.add_argument("-o", "--output", metavar="FILE", required=True, help="the index file to write")
+
+
+def _add_dialect(sub: argparse.ArgumentParser) -> None:
+    """Add the options of delimited text; without them it is judged by its first lines."""
+    sub.add_argument("--delimiter", metavar="D", help="between the fields of a text file: ',', ';', tab, '|', '::'")
+    sub.add_argument("--quotes", choices=["csv", "text"], help="fields may stand in quotes, or quotes are characters")
+    sub.add_argument("--header", choices=["yes", "no"], help="whether the first line has the columns' names")
+    sub.add_argument("--encoding", metavar="E", help="of a text file, such as latin-1 (default: UTF-8)")
 
 
 def build(args: argparse.Namespace) -> None:
@@ -72,10 +97,12 @@ def write_index(args: argparse.Namespace, output: Path) -> ItemSet:
     """Write the index that the arguments ask for, and return its set."""
     alike = ("column", "key", "prefix", "escape", "vocab_size", "memory")
     given: dict[str, Any] = {name: getattr(args, name) for name in alike}
-    given |= {"attributes": args.attribute, "tokenizer": tokenizer_of(args)}
+    given |= {"attributes": args.attribute, "tokenizer": tokenizer_of(args), "dialect": Dialect.of(vars(args))}
     try:
         with scratch_folder(output) as folder, build_bar() as progress:
             s = build_external(args.source, folder=folder, progress=progress, **given)
+            if not args.keys_repeat:
+                refuse_repeated_keys(args, s, folder)
             progress("writing", 0.0)
             s.save(folder / output.name)
             os.replace(folder / output.name, output)
@@ -85,6 +112,30 @@ def write_index(args: argparse.Namespace, output: Path) -> ItemSet:
     return s
 
 
+def refuse_repeated_keys(args: argparse.Namespace, s: ItemSet, folder: Path) -> None:
+    """Raise ItemSetError if different items have the same key."""
+    if args.key is None:
+        return
+    import duckdb
+
+    starts = np.arange(len(s.keys) + 1) if s.key_starts is None else s.key_starts
+    owners = np.repeat(np.arange(len(s), dtype=np.uint32), np.diff(starts))
+    pairs = pa.table({"key": s.keys, "item": owners})
+    with duckdb.connect(config={"temp_directory": str(folder)}) as connection:
+        several = connection.from_arrow(pairs).aggregate("key, min(item) a, max(item) b, count(*) n", "key")
+        found = several.filter("a < b").order("n desc, key").fetchall()
+    if not found:
+        return
+    key, *two, _ = found[0]
+    tokenizer = tokenizer_of(args)
+    items = [decode(one, tokenizer) if tokenizer else str(one) for one in s.items_at(np.array(two))]
+    raise ItemSetError(
+        f"{args.source}: keys in column {args.key!r} are those of different items ({len(found):,}), such as {key!r} of "
+        f"{shown(items[0])} and {shown(items[1])}: name another column, none for the row numbers, or allow it "
+        "(--keys-repeat, in a source &keys_repeat=yes)"
+    )
+
+
 def update(args: argparse.Namespace) -> None:
     """Write the index of a set with items removed and added."""
     if not (args.add or args.remove):
@@ -92,10 +143,12 @@ def update(args: argparse.Namespace) -> None:
     output = output_file(args.output)
     start = time.perf_counter()
     before = itemset.load(args.file)
-    removed: Any = () if args.remove is None else sources.read_keys(args.remove, args.key)
-    source, new, names = sources.Items(), {}, before.attributes.column_names
+    removed: Any = () if args.remove is None else sources.read_keys(args.remove, args.key, Dialect.of(vars(args)))
+    source, new, names = Items(), {}, before.attributes.column_names
     if args.add:
-        source = sources.read(args.add, column=args.column, key=args.key, attributes=names)
+        source = sources.read(
+            args.add, column=args.column, key=args.key, attributes=names, dialect=Dialect.of(vars(args))
+        )
         new = _new_items(args, before, source)
     after = before.updated(remove=_keys_as_in(before, removed, args.remove), missing_ok=args.missing_ok, **new)
     after.save(output)
@@ -109,8 +162,8 @@ def _print_written(s: ItemSet, output: Path, start: float, *more: tuple[str, str
     print_table([*facts(s), ("file", f"{output} ({size:,} bytes)"), *more, ("time", f"{seconds:.1f} s")])
 
 
-def _new_items(args: argparse.Namespace, before: ItemSet, source: sources.Items) -> dict[str, Any]:
-    sources.Encoding(args.tokenizer).check(args.add, texts=source.texts is not None)
+def _new_items(args: argparse.Namespace, before: ItemSet, source: Items) -> dict[str, Any]:
+    Encoding(args.tokenizer).check(args.add, texts=source.texts is not None)
     tokenizer = tokenizer_of(args, before)
     return {
         "add": source.tokens if source.texts is None else source.texts,

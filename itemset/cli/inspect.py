@@ -6,7 +6,7 @@ from typing import Any
 
 import itemset
 from itemset.building.progress import reading_bar
-from itemset.cli.options import Command, facts, print_table, token_list, tokenizer_of
+from itemset.cli.options import Command, add_tokenizer, facts, print_table, token_list, tokenizer_of
 from itemset.errors import ItemSetError
 from itemset.storage import file_at
 from itemset.text import encode
@@ -30,7 +30,7 @@ def add_to(command: Command) -> None:
     sub.add_argument("--tokens", metavar="1,2,3", type=token_list, help="the item of these tokens", **many)
     sub.add_argument("--key", metavar="K", help="the item with this key", **many)
     sub.add_argument("--text", metavar="T", help="the item of this text", **many)
-    sub.add_argument("--tokenizer", metavar="DIR", help="the tokenizer that the set was built with")
+    add_tokenizer(sub, "the tokenizer that the set was built with")
 
 
 def _info(args: argparse.Namespace) -> None:

@@ -35,11 +35,21 @@ def tokenizer_of(args: argparse.Namespace, *sets: ItemSet | None) -> Any:
     """Return the tokenizer of --tokenizer, None without. Raises ItemSetError if it is not that of these sets."""
     if not args.tokenizer:
         return None
-    tokenizer = load_tokenizer(args.tokenizer)
+    tokenizer: Any = args.tokenizer  # a server gives its own
+    if isinstance(tokenizer, str):
+        remote, revision = getattr(args, "trust_remote_code", False), getattr(args, "revision", None)
+        tokenizer = load_tokenizer(tokenizer, trust_remote_code=remote, revision=revision)
     for one in sets:
         if one is not None:
             one.check_tokenizer(tokenizer)
     return tokenizer
+
+
+def add_tokenizer(command: argparse.ArgumentParser, what: str, **options: Any) -> None:
+    """Add the option of a tokenizer, and those of how it is loaded."""
+    command.add_argument("--tokenizer", metavar="DIR", help=what, **options)
+    command.add_argument("--trust-remote-code", action="store_true", help="run the code that a tokenizer brings")
+    command.add_argument("--revision", metavar="R", help="of a tokenizer by its Hugging Face name")
 
 
 def token_list(text: str) -> list[int]:

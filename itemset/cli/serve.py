@@ -10,7 +10,8 @@ import subprocess
 import sys
 import threading
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -26,7 +27,7 @@ _ON_CPU = {
                "--max-total-tokens", "8192"],
 }  # fmt: skip
 _REQUESTS = """
-The server is ready. Three requests to try:
+The server is ready. Requests to try:
 
 # 1. one item
 curl {url}/completions -H 'Content-Type: application/json' -d '{one}'
@@ -40,7 +41,8 @@ client = OpenAI(base_url="{url}", api_key="none")
 for item in rank(client, "{name}", {prompt}, n=10, width=64):
     print(item.key, item.text, item.score)
 '
-
+{third}"""
+_THIRD = """
 # 3. a JSON object with an item in a field
 curl {url}/chat/completions -H 'Content-Type: application/json' -d '{field}'
 """
@@ -52,13 +54,15 @@ def add_to(command: Command) -> None:
         serve,
         "start vLLM or SGLang with a file of items, and show what to ask it",
         "itemset serve films.csv --model DIR --max-model-len 4096\n"
-        "  itemset serve 'films=films.csv?column=title&key=movie_id' --model DIR --engine sglang",
+        "  itemset serve 'films=films.csv?column=title&key=movie_id' --model DIR --engine sglang\n"
+        "  itemset serve sets/films --model DIR --item-set toys=toys.csv",
     )
-    sub.add_argument("source", metavar="SOURCE", help="the file, or NAME=FILE?column=C&key=K&attribute=A; an index too")
+    source = "the file, or NAME=FILE?column=C&key=K&attribute=A; an index or a published set's folder too"
+    sub.add_argument("source", metavar="SOURCE", help=source)
     sub.add_argument("--model", metavar="DIR", required=True, help="the model: a folder or a Hugging Face name")
     sub.add_argument("--engine", choices=[*_ENGINES], help="default: the one that is installed")
     sub.add_argument("--port", metavar="N", type=int, help="default: the engine's, 8000 or 30000")
-    sub.epilog = f"{sub.epilog}\n\nAll further arguments go to the engine."
+    sub.epilog = f"{sub.epilog}\n\nAll further arguments go to the engine: --item-set NAME=FILE adds a set."
 
 
 def serve(args: argparse.Namespace) -> None:
@@ -105,8 +109,11 @@ def named(given: str) -> tuple[str, str]:
     return re.sub(r"\W+", "_", Path(given.partition("?")[0]).stem).strip("_") or "items", given
 
 
-def requests_of(url: str, name: str, model: str) -> str:
-    """Return the three requests, as they are to be pasted into a shell."""
+def requests_of(url: str, name: str, model: str, answers: Callable[[str, str], bool] = lambda *_: True) -> str:
+    """Return the requests, as they are to be pasted into a shell.
+
+    answers: tells whether the server answers a body at an endpoint: not every model has a chat template.
+    """
     prompt = f"One of the {name}: "
     field = {"type": "object", "properties": {"choice": {"type": "string", "item_set": name}}, "required": ["choice"]}
     bodies = {
@@ -119,7 +126,18 @@ def requests_of(url: str, name: str, model: str) -> str:
         },
     }
     texts = {key: json.dumps(body) for key, body in bodies.items()}
+    works = answers(f"{url}/chat/completions", texts["field"])
+    texts["third"] = _THIRD.format(url=url, field=texts["field"]) if works else ""
     return _REQUESTS.format(url=url, name=name, prompt=json.dumps(prompt), python=shlex.quote(sys.executable), **texts)
+
+
+def _answers(opener: urllib.request.OpenerDirector, url: str, body: str) -> bool:
+    request = urllib.request.Request(url, body.encode(), {"Content-Type": "application/json"})
+    try:
+        with opener.open(request, timeout=120):
+            return True
+    except OSError:
+        return False
 
 
 def _tell(server: "subprocess.Popen[bytes]", url: str, name: str) -> None:
@@ -132,5 +150,5 @@ def _tell(server: "subprocess.Popen[bytes]", url: str, name: str) -> None:
         except OSError:
             threading.Event().wait(0.5)
             continue
-        print(requests_of(url, name, model), flush=True)
+        print(requests_of(url, name, model, partial(_answers, opener)), flush=True)
         return

@@ -168,7 +168,9 @@ def _check_selection(selection: Mapping[str, Any], named: Sequence[Any], choices
 def _check_one_set(named: Sequence[Any], choices: Sequence[Any], constraints: Sequence[str], other: bool) -> None:
     for name in named:
         if not isinstance(name, str):
-            raise wrong_type(f"item_set must be the name of an item set, a string, not {shown(name)}", REFERENCE)
+            message = f"item_set must be the name of an item set, a string, not {shown(name)}"
+            message += ": send a list of texts as a choice"
+            raise wrong_type(message, REFERENCE)
         if name != named[0]:
             message = "two fields name different item sets, which exclude each other: give one"
             raise RefusedError("two constraints", message, REFERENCE)

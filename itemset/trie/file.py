@@ -27,7 +27,7 @@ from itemset.storage import fetch, fetched, file_at, incomplete, is_uri
 from itemset.text import Escape, TokenizerId
 
 FORMAT = 1
-_MAGIC = b"ITEMSET\n"
+MAGIC = b"ITEMSET\n"
 _PRELUDE = struct.Struct("<8sIIQII")
 _ALIGN = 64
 _PIECE = 1 << 25  # bytes that are read between two looks at the time
@@ -75,7 +75,7 @@ def _encode(header: Header, arrays: dict[str, NDArray[Any]]) -> Iterator[bytes |
         size = _aligned(size) + parts[name].nbytes
     body = msgspec.json.encode(replace(header, sections=tuple(sections)))
     body = body.ljust(_aligned(_PRELUDE.size + len(body)) - _PRELUDE.size)
-    unchecked = _PRELUDE.pack(_MAGIC, FORMAT, len(body), _PRELUDE.size + len(body) + size, 0, 0)[:24]
+    unchecked = _PRELUDE.pack(MAGIC, FORMAT, len(body), _PRELUDE.size + len(body) + size, 0, 0)[:24]
     yield unchecked + struct.pack("<II", zlib.crc32(body, zlib.crc32(unchecked)), 0)
     yield body
     end = 0
@@ -221,7 +221,7 @@ def _parse_header(start: bytes, length: int, name: str) -> Header:
     """Return the header of a file of `length` bytes. start: its prelude and header."""
     import msgspec
 
-    if start[: len(_MAGIC)] != _MAGIC[: len(start)] or not start:
+    if start[: len(MAGIC)] != MAGIC[: len(start)] or not start:
         raise ItemSetError(f"{name} is not an item-set index: give a file that `itemset build` wrote")
     if len(start) < _PRELUDE.size:
         raise ItemSetError(f"{name} is truncated, it has {length} bytes: {AGAIN}")

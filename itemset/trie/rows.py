@@ -67,11 +67,14 @@ def joined(first: Rows, second: Rows) -> Rows:
     return Rows(tokens, np.concatenate((first.offsets, first.offsets[-1] + second.offsets[1:])))
 
 
-def as_rows(items: Any, vocab_size: int | None = None, *, before: int = 0) -> Rows:
+def as_rows(
+    items: Any, vocab_size: int | None = None, *, before: int = 0, name: str = "item {}", first: int | None = None
+) -> Rows:
     """Check `items` and return them as rows of uint16, or of uint32 if a token id needs it.
 
     items: `Rows`, an integer matrix [N, L], or an iterable of token-id sequences of any lengths >= 1.
-    before: number of items before these, if they are a part of many: errors count from the first of all.
+    before: number of items before these, if they are a part of many. name: what errors call an item, with {} for its
+    number, which counts from `first`, or from the first of all.
     Raises ItemSetError: no item, an empty item, an item of more than 65,535 tokens, a value that is no integer,
     a token id below 0, above 2^31 - 2 or >= `vocab_size`.
     """
@@ -82,6 +85,7 @@ def as_rows(items: Any, vocab_size: int | None = None, *, before: int = 0) -> Ro
     else:
         rows = Rows(*_flatten(items))
     tokens, (offsets, width) = np.asarray(rows.tokens), rows.layout
+    first = before if first is None else first
     if len(rows) < 1:
         raise ItemSetError("the item set is empty: give at least one item")
     if before + len(rows) > MAX_ITEMS:
@@ -93,11 +97,12 @@ def as_rows(items: Any, vocab_size: int | None = None, *, before: int = 0) -> Ro
         if offsets[0] != 0 or offsets[-1] != len(tokens) or (lengths < 0).any():
             raise ItemSetError("offsets must ascend from 0 to the number of tokens")
         if not lengths.all():
-            empty = before + int(lengths.argmin())
-            raise ItemSetError(f"item {empty} is empty: remove it, an item has at least one token")
+            empty = first + int(lengths.argmin())
+            raise ItemSetError(f"{name.format(empty)} is empty: remove it, an item has at least one token")
         if lengths.max() > MAX_ITEM_TOKENS:
             longest = int(lengths.argmax())
-            raise ItemSetError(f"item {before + longest} has {lengths[longest]} tokens, the limit is {MAX_ITEM_TOKENS}")
+            called = name.format(first + longest)
+            raise ItemSetError(f"{called} has {lengths[longest]} tokens, the limit is {MAX_ITEM_TOKENS}")
     elif width > MAX_ITEM_TOKENS:
         raise ItemSetError(f"the items have {width} tokens, the limit is {MAX_ITEM_TOKENS}")
     limit = MAX_TOKEN_ID + 1 if vocab_size is None else min(vocab_size, MAX_TOKEN_ID + 1)
@@ -106,7 +111,7 @@ def as_rows(items: Any, vocab_size: int | None = None, *, before: int = 0) -> Ro
         where = int(np.argmax((tokens < 0) | (tokens >= limit)))
         item = where // width if width else int(np.searchsorted(offsets, where, side="right")) - 1
         raise ItemSetError(
-            f"item {before + item} holds token id {int(tokens[where])}, outside the vocabulary 0..{limit - 1}: "
+            f"{name.format(first + item)} holds token id {int(tokens[where])}, outside the vocabulary 0..{limit - 1}: "
             "use the model's own token ids"
         )
     return Rows(np.ascontiguousarray(tokens, dtype=token_dtype(high)), None if width else offsets, width=width)

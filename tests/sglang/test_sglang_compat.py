@@ -5,11 +5,15 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+from array import array
 
 import contract
 import hooked_names
 import pages
 import pytest
+import real_tokenizers
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang_engines import environment
 
 from sglang_static import compat, engine_config, plugin
@@ -117,3 +121,17 @@ def test_another_backend_answers_as_without_the_plugin(engines, tiny_model):
 def test_no_hook_changes_a_call_while_another_backend_is_chosen(monkeypatch):
     monkeypatch.setattr(compat.hook, "chosen", False)
     assert hooked_names.lossy(compat.hook) == []
+
+
+@pytest.mark.parametrize("text", ["Alien", "two words", "é千"])
+def test_an_answer_is_decoded_without_the_prompt(text):
+    """As SGLang's detokenizer does: what is read, less what stands before it."""
+    tokenizer = real_tokenizers.tokenizer("llama")
+    prompt, tokens = tokenizer.encode("A film:"), tokenizer.encode(text, add_special_tokens=False)
+    request = Req("1", "", array("q", prompt), SamplingParams(max_new_tokens=9))
+    compat.decode_alone(request)
+    for count, token in enumerate(tokens, 1):
+        request.output_ids.append(token)
+        ids, read = request.init_incremental_detokenize()
+        assert (list(ids), read) == (tokens[:count], 0)
+    assert tokenizer.decode(list(ids)) == text

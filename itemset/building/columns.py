@@ -1,0 +1,252 @@
+"""The columns of one or more tables: chosen by name, of one type over all files, and turned into items."""
+
+import ast
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from itemset.building.dialects import SUFFIXES as DELIMITED
+from itemset.building.dialects import Dialect, dialect_of, is_table
+from itemset.building.items import Items, matrix_or_rows
+from itemset.building.judged import (
+    ALL,
+    DATES,
+    KEYS,
+    Judged,
+    attribute_kind,
+    converted,
+    value_kind,
+)  # fmt: skip
+from itemset.building.readers import Batch, columns_of, read_delimited, read_json, read_npz, read_parquet
+from itemset.building.streams import encoding_of, format_of, guarded
+from itemset.errors import Faults, ItemSetError
+from itemset.storage import SourceFile
+from itemset.trie.attributes import as_attributes, is_list, is_text
+from itemset.trie.rows import Rows
+
+READERS: dict[str, Callable[[SourceFile, Dialect, Sequence[str], Faults], Iterator[Batch]]] = {
+    **dict.fromkeys(DELIMITED, read_delimited), **dict.fromkeys((".jsonl", ".ndjson", ".json"), read_json),
+    ".parquet": read_parquet, ".npz": read_npz,
+}  # fmt: skip
+
+
+def is_tabular(file: SourceFile, dialect: Dialect) -> bool:
+    """Return whether a file has columns, else items alone."""
+    with guarded(file):
+        return format_of(file) in READERS or (format_of(file) == ".txt" and is_table(file, dialect))
+
+
+def names_in(file: SourceFile, dialect: Dialect, wanted: Sequence[str] = ()) -> tuple[list[str], Dialect]:
+    """Return the names of a file's columns, none if it has items alone, and how it is written.
+
+    Raises ItemSetError as `read` does.
+    """
+    with guarded(file):
+        if is_table(file, dialect):
+            dialect = dialect_of(file, dialect, wanted)
+        elif format_of(file) not in READERS:
+            return [], dialect
+        elif format_of(file) not in (".parquet", ".npz"):
+            dialect = replace(dialect, encoding=encoding_of(file, dialect.encoding))
+        return list(dialect.names) or list(columns_of(file, dialect)), dialect
+
+
+@dataclass
+class Table:
+    """The columns that are read of one or more files of a table, and the types that they have over all of these.
+
+    types: of the keys and attributes. dialects: by file. kind: of the first items that are JSON values. as_lists:
+    whether texts are lists that are written as text.
+    """
+
+    column: str
+    key: str | None
+    attributes: Sequence[str]
+    types: dict[str, Any] = field(default_factory=dict)
+    dialects: dict[str, Dialect] = field(default_factory=dict)
+    as_lists: bool | None = None
+    kind: Any = None
+    keys_only: bool = False
+
+    @staticmethod
+    def judged(
+        path: object, files: Sequence[SourceFile], column: str | None, key: str | None, attributes: Sequence[str],
+        dialect: Dialect, keys_only: bool,
+    ) -> "Table":  # fmt: skip
+        """Choose the columns, and read the files once for the types of what is text or JSON.
+
+        Raises ItemSetError: a column that is not there or not named, types that do not go together, all bad rows.
+        """
+        wanted = [name for name in (column, key, *attributes) if name is not None]
+        faults, there, dialects = Faults(), dict[str, dict[str, Any]](), dict[str, Dialect]()
+        for file in files:
+            with guarded(file):
+                names, dialects[file.name] = names_in(file, dialect, wanted)
+                there[file.name] = columns_of(file, dialects[file.name])
+                free = list(dict.fromkeys(name for one in there.values() for name in one))
+                if not dialects[file.name].names and format_of(file) not in (".parquet", ".npz"):
+                    free = list(dict.fromkeys([*free, *attributes]))  # which every row may lack
+                for name in (column, key):
+                    _check_column(file, name, names)
+                column = column or _only_column(file, names, key, attributes)
+        for name in attributes:
+            _check_column(files[0], name, free)
+        table = Table(str(column), key, attributes, dialects=dialects, keys_only=keys_only)
+        kind = format_of(files[0])
+        text = bool(dialects[files[0].name].names)
+        judges = {name: Judged(name, ALL if text else DATES, attribute_kind) for name in attributes}
+        key_judge = None if key is None else Judged(key, KEYS if text else (), value_kind)
+        each = [*judges.items(), *([] if key is None or key_judge is None else [(key, key_judge)])]
+        for file in files:
+            with guarded(file):
+                if kind == ".parquet":
+                    for name, judge in each:
+                        if name in there[file.name]:
+                            judge.declare(there[file.name][name], file)
+                    continue
+                for values, _ in table.read(file, faults):
+                    for name, judge in each:
+                        if isinstance(values[name], pa.Array) and not is_text(values[name].type):
+                            judge.declare(values[name].type, file)
+                        elif values[name] is not None:
+                            judge.add(values[name])
+        faults.check()
+        table.types = {name: judge.attribute_type(path) for name, judge in judges.items()}
+        if key_judge is not None:
+            table.types[_KEY] = key_judge.key_type(path)
+        return table
+
+    def read(self, file: SourceFile, faults: Faults) -> Iterator[Batch]:
+        """Read the columns as the file has them."""
+        names = list(dict.fromkeys(name for name in (self.column, self.key, *self.attributes) if name is not None))
+        dialect = self.dialects[file.name]
+        return (read_delimited if dialect.names else READERS[format_of(file)])(file, dialect, names, faults)
+
+    def items(self, file: SourceFile, faults: Faults) -> Iterator[Items]:
+        """Turn a file's columns into items, keys and attributes."""
+        before = 0
+        for values, done in self.read(file, faults):
+            given, bad = values[self.column], faults.count
+            rows = len(given)
+            place = f"{file}, row {{}}, column {self.column!r}"
+            items = None if self.keys_only else self._items(file, given, before, faults)
+            keys = None if self.key is None else self._keys(file, values[self.key], before, faults)
+            before += rows
+            if faults.count > bad or not rows:
+                continue
+            known = None
+            if self.attributes:
+                named = {name: converted(values[name], self.types[name], rows) for name in self.attributes}
+                known = as_attributes(pa.table(named), rows)
+            texts = isinstance(items, list)
+            yield Items(items if texts else None, None if texts else items, keys, known, done, place, before - rows + 1)
+
+    def _keys(self, file: SourceFile, given: Any, before: int, faults: Faults) -> pa.Array:
+        keys = converted(given, self.types[_KEY], len(given))
+        _check_present(file, self.key, keys, before, faults)
+        return keys.cast(pa.large_string() if is_text(keys.type) else pa.int64())
+
+    def _items(self, file: SourceFile, given: Any, before: int, faults: Faults) -> Any:
+        """Return a list of texts or of lists of tokens, or token ids; bad ones are faults."""
+        if isinstance(given, list):
+            example = next((value for value in given if value is not None), "")
+            self.kind = kind = value_kind(example) if self.kind is None else self.kind
+            if kind in (None, pa.int64()):
+                use = "use texts or lists of token ids or tokens (keys: integers)"
+                raise ItemSetError(f"{file}: column {self.column!r} holds {example!r:.60}, {use}")
+            bad = faults.count
+            for row, value in enumerate(given, before + 1):
+                if value is not None and value_kind(value) != kind:
+                    faults.add(f"{file}, row {row}: column {self.column!r} holds {value!r:.60}, not {kind}")
+            if faults.count > bad:
+                return None
+            given = pa.array(given, kind)
+        given = given.cast(given.type.value_type) if pa.types.is_dictionary(given.type) else given
+        if not _check_present(file, self.column, given, before, faults):
+            return None
+        if is_text(given.type):
+            return self._listed(file, given.to_pylist(), before, faults)
+        if is_list(given.type) and is_text(given.type.value_type):
+            return given.to_pylist()
+        if is_list(given.type) and pa.types.is_integer(given.type.value_type):
+            return _tokens(file, self.column, given, before, faults)
+        raise ItemSetError(f"{file}: column {self.column!r} holds {given.type}, neither texts nor lists of token ids")
+
+    def _listed(self, file: SourceFile, texts: list[str], before: int, faults: Faults) -> Any:
+        """Return texts as they are, or as the lists that all of them are written as."""
+        lists = [as_list(text) if text[0] in "[( " else None for text in texts]
+        if self.as_lists is None and 2 * lists.count(None) >= len(lists):
+            return texts
+        self.as_lists = True
+        kinds = [None if one is None else value_kind(one) for one in lists]
+        for row, (text, kind) in enumerate(zip(texts, kinds, strict=True), before + 1):
+            if kind is None or kind != next(one for one in kinds if one is not None):
+                faults.add(f"{file}, row {row}: column {self.column!r} holds {text!r:.60}, others lists as text")
+        if len(set(kinds)) > 1:
+            return None
+        if kinds[0] == pa.list_(pa.string()):
+            return lists
+        return _tokens(file, self.column, pa.array(lists, kinds[0]), before, faults)
+
+
+_KEY = "\0key"  # no column's name: a column may hold the keys and be an attribute, too
+
+
+def as_list(text: str) -> list[int] | list[str] | None:
+    """Return the list of token ids or of tokens that a text is written as, None if it is none."""
+    text = text.strip()
+    if text[:1] + text[-1:] not in ("[]", "()"):
+        return None
+    try:
+        given: Any = msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        try:
+            given = ast.literal_eval(text)
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            words = text[1:-1].split()  # as NumPy writes it
+            given = [int(word) for word in words] if all(word.isdecimal() for word in words) else None
+    given = list(given) if isinstance(given, list | tuple) else None
+    return given if given and value_kind(given) is not None and None not in given else None
+
+
+def _check_column(file: SourceFile, name: str | None, names: Sequence[str]) -> None:
+    if name is not None and name not in names:
+        raise ItemSetError(f"{file} has no column {name!r}, it has {', '.join(map(repr, names))}")
+    if name is not None and names.count(name) > 1:
+        raise ItemSetError(f"{file} has more than one column {name!r}: rename one")
+
+
+def _only_column(file: SourceFile, names: Sequence[str], key: str | None, attributes: Sequence[str]) -> str:
+    rest = [name for name in names if name != key and name not in attributes]
+    if len(rest) != 1:
+        there = ", ".join(map(repr, names))
+        raise ItemSetError(
+            f"{file} has the columns {there}: say which one holds the items with --column (in Python: column=)"
+        )
+    return rest[0]
+
+
+def _check_present(file: SourceFile, name: str | None, column: Any, before: int, faults: Faults) -> bool:
+    """Return whether no value is missing; those that are become faults."""
+    if column.null_count:
+        for i in np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False)):
+            row = before + int(i) + 1
+            faults.add(f"{file}, row {row} has no value in column {name!r}: fill it in or remove the row")
+    return not column.null_count
+
+
+def _tokens(file: SourceFile, name: str, column: Any, before: int, faults: Faults) -> NDArray[Any] | Rows | None:
+    lengths = pc.list_value_length(column).to_numpy().astype(np.int64)
+    flat = column.flatten()
+    if flat.null_count:
+        for i in np.flatnonzero(flat.is_null().to_numpy(zero_copy_only=False)):
+            row = before + int(np.searchsorted(np.cumsum(lengths), i, side="right")) + 1
+            faults.add(f"{file}, row {row}: a list in column {name!r} holds a missing value, give every token id")
+        return None
+    return matrix_or_rows(flat.to_numpy(), lengths)

@@ -1,0 +1,104 @@
+"""Some consecutive items of a file, with keys and attributes, and how they become token ids."""
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from itemset.errors import Faults, ItemSetError
+from itemset.text import Escape, Lossy, encode, encode_pieces
+from itemset.trie.rows import Rows, as_rows
+
+
+@dataclass(frozen=True)
+class Items:
+    """Consecutive items, N of them: either `texts` or `tokens`, the other is None.
+
+    texts: N strings, or N lists of strings that are a token each. tokens: integer matrix [N, L], or Rows if lengths
+    differ. keys: int64 or large_string array [N], None if no key was asked for. attributes: a table of N rows, None if
+    none were asked for. done: share of all files up to the last of these items. place, first: what errors call the
+    items, and the number of the first.
+    """
+
+    texts: list[str] | list[list[str]] | None = None
+    tokens: NDArray[Any] | Rows | None = None
+    keys: pa.Array | None = None
+    attributes: pa.Table | None = None
+    done: float = 1.0
+    place: str = "item {}"
+    first: int = 0
+
+    def __len__(self) -> int:
+        items = self.tokens if self.texts is None else self.texts
+        return 0 if items is None else len(items)
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How items become token ids: options of `build` (token ids) and `build_text` (texts)."""
+
+    tokenizer: Any = None
+    prefix: str = ""
+    escape: Escape | None = None
+    vocab_size: int | None = None
+
+    @property
+    def limit(self) -> int | None:
+        """The number that token ids stay below: the tokenizer's if none is given, None if there is neither."""
+        return len(self.tokenizer) if self.vocab_size is None and self.tokenizer is not None else self.vocab_size
+
+    def check(self, path: str | os.PathLike[str], *, texts: bool) -> None:
+        """Raise ItemSetError for an option that does not go with what the file holds, texts or token ids."""
+        if not texts and self.prefix:
+            raise ItemSetError(f"{path} holds token ids: the prefix is for texts, omit it (--prefix)")
+        if not texts and self.escape:
+            raise ItemSetError(f"{path} holds token ids: to escape is for texts, omit it (--escape)")
+        if texts and self.tokenizer is None:
+            raise ItemSetError(f"{path} holds texts: give the model's tokenizer (--tokenizer DIR)")
+        if texts and self.vocab_size is not None:
+            raise ItemSetError(f"{path} holds texts: omit the vocabulary size (--vocab-size), the tokenizer knows it")
+
+    def rows(self, items: Items, before: int, faults: Faults, lossy: Lossy | None = None) -> Rows | None:
+        """Return the items' tokens, checked; None if some are bad, which are added to the faults.
+
+        before: the number of items before them. lossy: as for `encode`. Raises ItemSetError as `rows.as_rows` does.
+        """
+        given, name = faults.count, items.place
+        tokens = items.tokens
+        if items.texts and isinstance(items.texts[0], list):
+            if self.prefix or self.escape:
+                raise ItemSetError("items are lists of tokens: prefix and escape are for texts, omit them")
+            tokens = Rows(*encode_pieces(items.texts, self.tokenizer, name=name, before=items.first, faults=faults))
+        elif items.texts is not None:
+            texts: Any = items.texts
+            how: dict[str, Any] = {"prefix": self.prefix, "escape": self.escape, "lossy": lossy}
+            tokens = Rows(*encode(texts, self.tokenizer, name=name, before=items.first, faults=faults, **how))
+        if faults.count > given:
+            return None
+        return as_rows(tokens, self.limit, before=before, name=name, first=items.first)
+
+
+def joined_items(parts: list[Items]) -> Items:
+    keys = None if parts[0].keys is None else pa.concat_arrays([part.keys for part in parts])
+    attributes = None if parts[0].attributes is None else pa.concat_tables([part.attributes for part in parts])
+    if parts[0].texts is not None:
+        texts: Any = [text for part in parts for text in part.texts or ()]
+        return Items(texts, None, keys, attributes)
+    flat, lengths = zip(*(_flat(part.tokens) for part in parts if part.tokens is not None), strict=True)
+    return Items(None, matrix_or_rows(np.concatenate(flat), np.concatenate(lengths)), keys, attributes)
+
+
+def _flat(items: NDArray[Any] | Rows) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    if isinstance(items, Rows):
+        return items.tokens, np.diff(items.offsets)
+    return items.reshape(-1), np.full(len(items), items.shape[1])
+
+
+def matrix_or_rows(tokens: NDArray[Any], lengths: NDArray[np.int64]) -> NDArray[Any] | Rows:
+    """Return a matrix [N, L] if all items have one length, else Rows."""
+    if (lengths == lengths[0]).all():
+        return tokens.reshape(len(lengths), lengths[0])
+    return Rows(tokens, np.concatenate((np.zeros(1, np.int64), np.cumsum(lengths))))

@@ -1,0 +1,153 @@
+"""The one type that a column has over all files: as text is written, as JSON values are, as Parquet declares it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from itemset.errors import ItemSetError, shown
+from itemset.trie.attributes import is_text
+
+_TIME = r"^[0-9]{4}-[0-9]{2}-[0-9]{2}[T ][0-9]{2}:[0-9]{2}(:[0-9]{2}([.][0-9]{1,6})?)?"
+_INTEGER = r"(0|-?[1-9][0-9]*)"
+DATES = (
+    (pa.date32(), r"^[0-9]{4}-[0-9]{2}-[0-9]{2}$"),
+    (pa.timestamp("us"), _TIME + "$"),
+    (pa.timestamp("us", "UTC"), _TIME + r"(Z|[-+][0-9]{2}:?[0-9]{2})$"),
+)
+ALL = (
+    (pa.int64(), f"^{_INTEGER}$"),
+    (pa.float64(), f"^(-0|{_INTEGER})([.][0-9]+)?([eE][-+]?[0-9]+)?$"),
+    (pa.bool_(), "^(true|false|True|False|TRUE|FALSE)$"),
+    *DATES,
+)
+KEYS = ((pa.int64(), f"^{_INTEGER}$"), (pa.float64(), r"^-?[0-9]+\.0+$"))
+Patterns = tuple[tuple[Any, str], ...]
+
+
+class Written:
+    """The first of some types that all strings of a column are written as. first: the first that is not missing."""
+
+    def __init__(self, types: Patterns) -> None:
+        self.left = list(types)
+        self.first: Any = None
+
+    def add(self, strings: Any) -> None:
+        """Take the next chunk of the column; missing values are of any type."""
+        if self.first is None and strings.null_count < len(strings):
+            self.first = strings.drop_null()[0]
+        self.left = [(kind, pattern) for kind, pattern in self.left if _is_written_as(strings, kind, pattern)]
+
+    @property
+    def type(self) -> Any:
+        """The type, a string if there is none or if every value is missing."""
+        return self.left[0][0] if self.first is not None and self.left else pa.string()
+
+
+def _is_written_as(strings: Any, kind: Any, pattern: str) -> bool:
+    if not pc.all(pc.match_substring_regex(strings, pattern)).as_py():
+        return False
+    try:
+        strings.cast(kind)
+    except pa.ArrowInvalid:  # more digits than the type has, or a 31st of June
+        return False
+    return True
+
+
+class Judged:
+    """The type of one column. patterns: of what its strings may be written as. kind_of: the type of a JSON value."""
+
+    def __init__(self, name: str, patterns: Patterns, kind_of: Callable[[object], Any]) -> None:
+        self._name, self._kind_of = name, kind_of
+        self._kinds: dict[Any, str] = {}  # and an example of each
+        self._written = Written(patterns)
+
+    def declare(self, kind: Any, where: object) -> None:
+        """Take the type that a file declares."""
+        kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+        if not pa.types.is_null(kind):
+            self._kinds.setdefault(pa.string() if is_text(kind) else kind, str(where))
+
+    def add(self, values: Any) -> None:
+        """Take the column's next values: strings of Arrow, or JSON values."""
+        if isinstance(values, list):
+            present = [value for value in values if value is not None]
+            for value in present:
+                self._kinds.setdefault(self._kind_of(value), shown(value))
+            if not self._kinds.keys() <= {pa.string()}:
+                return
+            values = pa.array(present, pa.string())
+        if len(values):
+            self._kinds.setdefault(pa.string(), "")
+            self._written.add(values)
+
+    @property
+    def kinds(self) -> set[Any]:
+        """The types that there are."""
+        return set(self._kinds)
+
+    def key_type(self, path: object) -> Any:
+        """Return the type of keys: integers if all are, else strings. Raises ItemSetError if some are neither."""
+        kind = self._written.type if self.kinds <= {pa.string()} else pa.int64()
+        if kind == pa.float64():
+            raise ItemSetError(
+                f"{path}: keys in column {self._name!r} are floats ({self._written.first}, ...), write them as integers"
+            )
+        for other, example in self._kinds.items():
+            if other is None or not (is_text(other) or pa.types.is_integer(other)):
+                raise ItemSetError(
+                    f"{path}: key column {self._name!r} holds {other or example}, keys must be integers or strings"
+                )
+        return pa.string() if pa.string() in self.kinds and len(self._kinds) > 1 else kind
+
+    def attribute_type(self, path: object) -> Any:
+        """Return the type of an attribute. Raises ItemSetError if its values are of several kinds."""
+        if self.kinds <= {pa.string()}:
+            return self._written.type
+        if all(kind is not None and (pa.types.is_integer(kind) or pa.types.is_floating(kind)) for kind in self.kinds):
+            wide = pa.float64() if any(map(pa.types.is_floating, self.kinds)) else pa.int64()
+            return wide if len(self.kinds) > 1 else next(iter(self.kinds))
+        if len(self.kinds) > 1 or None in self.kinds:
+            raise ItemSetError(
+                f"{path}: the values of attribute {self._name!r} must be of one kind: bools, numbers of at most 64 "
+                f"bits, strings or lists of strings, not such as {', '.join(self._kinds.values())}"
+            )
+        return next(iter(self.kinds))
+
+
+def value_kind(value: object) -> Any:
+    """Return the type of a JSON value as an item or a key, None if it can be neither."""
+    if isinstance(value, str):
+        return pa.string()
+    if type(value) is int:
+        return pa.int64() if -(2**63) <= value < 2**63 else None
+    if isinstance(value, list):
+        if value and all(isinstance(token, str) for token in value):
+            return pa.list_(pa.string())
+        if all(token is None or value_kind(token) == pa.int64() for token in value):
+            return pa.list_(pa.int64())
+    return None
+
+
+def attribute_kind(value: object) -> Any:
+    """Return the type of a JSON value as an attribute, None if it can be none."""
+    if isinstance(value, list):
+        return pa.list_(pa.string()) if all(isinstance(one, str) for one in value) else None
+    if isinstance(value, bool):
+        return pa.bool_()
+    return pa.float64() if isinstance(value, float) else value_kind(value)
+
+
+def converted(values: Any, kind: Any, rows: int) -> Any:
+    """Return a column's values as Arrow has them, in its type. values: None for a column that a file lacks."""
+    if values is None:
+        return pa.nulls(rows, kind)
+    if not isinstance(values, list):
+        values = values.cast(values.type.value_type) if pa.types.is_dictionary(values.type) else values
+        return values if values.type == kind else values.cast(kind)
+    if pa.types.is_temporal(kind):
+        return pa.array(values, pa.string()).cast(kind)
+    if kind == pa.string() and any(type(value) is int for value in values):
+        values = [None if value is None else str(value) for value in values]
+    return pa.array(values, kind)

@@ -21,6 +21,7 @@ from itemset.serving.list_runner import Lists, OneRequest
 from itemset.serving.lost_fields import refuse_lost
 from itemset.serving.request import ItemRequest, wants_candidates
 from itemset.serving.request_fields import BEAMS, DRAWS, LIST, LIST_AFTER, LOGPROBS, wrong_type
+from itemset.serving.sampler_limits import refuse_unsampled
 from itemset.serving.wire import WIRE, Tokens
 from sglang_static import answers, compat, legal_mass
 from sglang_static.list_requests import AFTER
@@ -106,6 +107,7 @@ class FrontEnd(FrontEndBase):
             if one is None:
                 judged.append(params)
                 continue
+            refuse_unsampled(with_defaults[i], self.vocab_size)
             theirs = processors if isinstance(processors, list) else [processors]
             if any(own is not None for own in (theirs[i : i + 1] if len(theirs) == len(each) else theirs)):
                 raise RefusedError(

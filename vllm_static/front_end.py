@@ -20,6 +20,7 @@ from itemset.serving.front_end import FrontEndBase, ListJob
 from itemset.serving.list_runner import Lists
 from itemset.serving.request import ItemRequest
 from itemset.serving.request_fields import BEAMS, REFERENCE
+from itemset.serving.sampler_limits import PARAMETERS, refuse_unsampled
 from itemset.serving.version_watcher import Follower, Send
 from itemset.serving.wire import WIRE, EngineRequest, Tokens
 from vllm_static import compat
@@ -32,8 +33,6 @@ logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its 
 
 AFTER = 1  # of the context: a request that scores an item must sample a token; in V2 it holds the end token besides
 PATIENCE = 1.0  # seconds after which a front end checks that the engine is still there
-LEAST_PENALTY = 1e-6
-"""Of repetition: a logit divided by less may be infinite, and two of them then have no difference."""
 
 
 class FrontEnd(FrontEndBase):
@@ -88,6 +87,7 @@ class FrontEnd(FrontEndBase):
         Returns a function of an EngineCoreRequest: what names the items of its answers. Raises RefusedError where a set
         and the other parameters leave no way to end an item.
         """
+        refuse_unsampled({name: getattr(params, name, None) for name in PARAMETERS}, self.vocab_size)
         if asked.marker:
             return self._think(asked, params, prompt_tokens)
         least = {"prompt_tokens": prompt_tokens, "min_tokens": params.min_tokens}
@@ -100,12 +100,6 @@ class FrontEnd(FrontEndBase):
                     "or register a smaller set",
                     parameter,
                 )
-        if not LEAST_PENALTY <= params.repetition_penalty <= 1 / LEAST_PENALTY:
-            raise RefusedError(
-                "repetition_penalty",
-                f"with a repetition_penalty of {params.repetition_penalty} tokens have no scores: give one near 1",
-                "repetition_penalty",
-            )
         if asked.weighed:  # in the place of the sampled tokens' log-probabilities: see `legal_mass`
             instead_of = "logprobs" if params.logprobs is not None or params.logprob_token_ids else None
             reason = compat.why_no_weights(self.vllm_config)

@@ -54,7 +54,7 @@ class FrontEndBase:
         """Open and check the registered sets. Raises ItemSetError as `Checks` does."""
         # The engine changes its own between two uses, on other threads than ours.
         self._tokenizer = tokenizer = copy.deepcopy(tokenizer)
-        self.config, self.one_request = config, one_request
+        self.config, self.one_request, self.vocab_size = config, one_request, limits.vocab_size
         options: dict[str, Any] = {"added_tokens": added_tokens, "on_encoded": metrics.ENCODED.inc}
         self.checks = Checks(config, tokenizer, self.words, limits, **options)
         options = {"options": json_options, "validate": self.validate}

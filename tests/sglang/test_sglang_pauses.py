@@ -1,4 +1,4 @@
-"""Pauses of the real SGLang, which take all requests out of their batch, while lists, draws and its own beams decode."""
+"""Pauses of the real SGLang, which take all requests out of their batch: lists, draws and its own beams decode then."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from asking import named
-
 
 PAUSED = [
     named("fixed", beam_width=50),

@@ -50,6 +50,19 @@ async def stream_one_response(
             yield part
 
 
+_PARSER = "sglang.srt.parser.reasoning_parser:ReasoningParser"
+
+
+@hook(f"{_PARSER}.parse_non_stream", why="an item is content: parsers take for reasoning all that no mark ends")
+def parse_non_stream(original: Callable[..., Any], full_text: str) -> Any:
+    return (None, full_text) if http_bodies.body().whole else original()
+
+
+@hook(f"{_PARSER}.parse_stream_chunk", why="the same of a stream")
+def parse_stream_chunk(original: Callable[..., Any], chunk_text: str) -> Any:
+    return (None, chunk_text) if http_bodies.body().whole else original()
+
+
 def note(output: Any) -> None:
     """Keep what an output says of items, for the choices that its endpoint makes: of one answer, or of all."""
     given = http_bodies.body()

@@ -152,6 +152,7 @@ class FrontEnd(FrontEndBase):
             raise RefusedError("no end", "the model has no end token: give the request stop_token_ids")
         params.custom_params = {**(params.custom_params or {}), WIRE: carried.json()}
         content = compat.content_after_reasoning(self._tokenizer, request)
+        body().begin(thinks=content is not None)
         setattr(request, answers.EXPECTED, self.expected(asked, frozenset(stops | self._all_ends), content))
         setattr(request, answers.CALLED, carried.reference or None)
 

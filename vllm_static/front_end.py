@@ -17,6 +17,7 @@ from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import ModelLimits, StaticConfig, Words
 from itemset.serving.constraint import JSON, TAG, ExpectedItems
 from itemset.serving.front_end import FrontEndBase, ListJob
+from itemset.serving.http_bodies import body
 from itemset.serving.list_runner import Lists
 from itemset.serving.request import ItemRequest
 from itemset.serving.request_fields import BEAMS, REFERENCE
@@ -113,6 +114,7 @@ class FrontEnd(FrontEndBase):
         def expected(request: Any) -> Expected | ExpectedItems:
             """Called when vLLM has completed the request: whether it begins with reasoning is known last."""
             content = compat.content_after_reasoning(self.vllm_config, self._tokenizer, request)
+            body().begin(thinks=content is not None)
             stop_tokens = frozenset(request.sampling_params.all_stop_token_ids)
             return self.expected(asked, stop_tokens, content)
 

@@ -19,7 +19,7 @@ from vllm.utils import random_uuid
 from itemset.ranking.scored_tree import Answer, Pass
 from itemset.ranking.search import Found, TokenScores, described
 from itemset.serving.answer_fields import THOUGHT, item_logprobs, told_of
-from itemset.serving.http_bodies import no_body
+from itemset.serving.http_bodies import body, no_body
 from itemset.serving.list_runner import AbortedError, run_together
 from itemset.serving.request import ItemRequest
 from vllm_static import compat, model_runner_v1
@@ -310,6 +310,7 @@ async def online(
     tokenizer = client.renderer.get_tokenizer()
     front_end, tokens = client.input_processor.static_front_end, list(prompt["prompt_token_ids"])
     asked = await front_end.prepare(asked)
+    body().begin(thinks=False)
     made = RankedList(front_end, asked, params, tokens, tokenizer.eos_token_id)
     lists = front_end.lists(client)
 

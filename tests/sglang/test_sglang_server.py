@@ -6,6 +6,7 @@ import http.client
 import json
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import lost_words
 import pytest
@@ -228,3 +229,28 @@ def test_another_backend_refuses_item_sets(tiny_model, servers):
         status, answer = server.post(path, body)
         assert status == 400, answer
         assert "this engine has no item sets: start it with --grammar-backend static" in json.dumps(answer)
+
+
+@pytest.mark.parametrize("parser", ["deepseek-r1", "qwen3"])
+def test_an_item_is_the_content_with_a_reasoning_parser(servers, tiny_model, parser):
+    """Of parsers that take all for reasoning, and that do so only after a mark. Nobody asks the model to think."""
+    server = servers(tiny_model, arguments=("--grammar-backend", "static"), reasoning_parser=parser)
+    chat: dict[str, Any] = {"messages": MESSAGES}
+    quiet = chat | {"chat_template_kwargs": {"enable_thinking": False, "thinking": False}}
+    bodies = [("/v1/completions", {"prompt": "p"}), ("/v1/completions", {"prompt": "p", "stream": True})]
+    for more in ({"use_beam_search": True, "n": 2}, {"draws": 3}, {} if parser == "qwen3" else {"draws": 1}):
+        bodies += [("/v1/completions", {"prompt": "p"} | more), ("/v1/chat/completions", quiet | more)]
+        bodies += [("/v1/chat/completions", chat | more)] if more else []
+    for texts in (COLOURS, ["one film", "another"], ["yes", "no"]):
+        for path, body in bodies:
+            given = {"model": "tiny", "max_tokens": 20, "choice": texts} | body
+            if "stream" in body:
+                said = "".join(event["choices"][0]["text"] for event in server.events(path, given))
+                assert said in texts
+                continue
+            status, answer = server.post(path, given)
+            assert status == 200, answer
+            for choice in answer["choices"]:
+                text = choice["text"] if "text" in choice else choice["message"]["content"]
+                assert texts[choice["item"]["key"]] == text, (path, body)
+                assert "text" in choice or not choice["message"].get("reasoning_content")

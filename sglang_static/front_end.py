@@ -25,7 +25,7 @@ from itemset.serving.sampler_limits import refuse_unsampled
 from itemset.serving.wire import WIRE, Tokens
 from sglang_static import answers, compat, legal_mass
 from sglang_static.list_requests import AFTER
-from sglang_static.request import OTHERS, asked, in_place, names_sets, wants_list
+from sglang_static.request import OTHERS, asked, check_prompts, in_place, names_sets, wants_list
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +93,8 @@ class FrontEnd(FrontEndBase):
         refuse_lost(body().stated, reached=inside)
         if ranked and inside:
             raise RefusedError("beam search", f"a beam search takes no item_set inside a grammar: omit {BEAMS}", BEAMS)
+        if hasattr(request, "input_ids") and (any(requests) or (fields and not each)):
+            check_prompts(request, listed=ranked)
         if not any(requests):
             return False
         if ranked and None in requests:

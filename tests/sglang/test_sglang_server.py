@@ -166,6 +166,48 @@ def test_a_bad_selection_on_sglangs_own_endpoint(server, body, message):
             check_refused(server, "/generate", {"text": "p", **fields, **stream}, message.partition(":")[0])
 
 
+LISTED = {"beam_width": 3, "item_set": "ragged", "max_new_tokens": 20}
+DRAWN = {"draws": 2, "item_set": "ragged"}
+ODD_PROMPTS: list[tuple[dict[str, Any], str]] = [
+    ({}, "need a prompt: give text, or input_ids"),
+    ({"text": []}, "a prompt: give text, or input_ids"),
+    ({"input_ids": [[]]}, "a prompt: give text, or input_ids"),
+    ({"input_ids": [[7], []]}, "a prompt: give text, or input_ids"),
+    ({"text": [], "lora_path": []}, "a prompt: give text, or input_ids"),
+    ({"input_embeds": [[0.5] * 64]}, "need a prompt: give text, or input_ids"),
+    ({"text": ["p", "q", "r"], "lora_path": ["a"]}, "lora_path is a list of 1, and there are 3 prompts"),
+    ({"text": "p", "lora_path": ["a"]}, "lora_path of one prompt is no list"),
+    ({"text": "p", "return_hidden_states": True}, "would ignore return_hidden_states: omit it"),
+    ({"text": "p", "session_params": {"id": "a"}}, "would ignore session_params: omit it"),
+    ({"text": "p", "image_data": ["a.png"]}, "would ignore image_data: omit it"),
+]
+
+
+@pytest.mark.parametrize(("body", "message"), ODD_PROMPTS)
+def test_prompts_that_cannot_be_are_refused(server, named_sets, body, message):
+    """Of lists, draws, answers and streams alike, but for what answers have and lists have not."""
+    stream = {"stream": True}
+    for params, more in ((LISTED, {}), (DRAWN, {}), ({"item_set": "ragged"}, {}), ({"item_set": "ragged"}, stream)):
+        listed = params in (LISTED, DRAWN)
+        if listed or not ("ignore" in message or "input_embeds" in body):
+            check_refused(server, "/generate", body | more | {"sampling_params": params}, message if listed else "")
+    lives(server, named_sets)
+
+
+@pytest.mark.parametrize("params", [LISTED, DRAWN, {"item_set": "ragged"}])
+def test_parameters_that_are_not_those_of_the_prompts_are_refused(server, named_sets, params):
+    for prompts in (["p", "q"], [[7, 8], [9]], ["p"] * 5):
+        body = {"text" if isinstance(prompts[0], str) else "input_ids": prompts}
+        for count in (1, 3):
+            message = f"sampling_params is a list of {count}, and there are {len(prompts)} prompts: give one for each"
+            check_refused(server, "/generate", body | {"sampling_params": [params] * count}, message)
+    check_refused(
+        server, "/generate", {"text": "p", "sampling_params": [params]}, "sampling_params of one prompt is no"
+    )
+    check_refused(server, "/generate", {"text": ["p"], "sampling_params": [], "item_set": "ragged"}, "a list of 0")
+    lives(server, named_sets)
+
+
 def test_answers_of_generate_name_their_items_key(server, named_sets):
     ragged = itemset.load(named_sets["ragged"].path)
     asked = {"text": ["p", "q"], "sampling_params": {"n": 2}, "item_set": "ragged"}

@@ -35,7 +35,7 @@ RESERVED = 2  # tokens that SGLang keeps of a context (managers/scheduler.py, in
 class FrontEnd(FrontEndBase):
     """SGLang's."""
 
-    words = Words("context_length", "--context-length", "min_new_tokens", "max_new_tokens", compat.VARIABLE)
+    words = Words("context_length", "--context-length", "min_new_tokens", compat.VARIABLE)
 
     @staticmethod
     def validate(kind: str, spec: str) -> None:
@@ -161,7 +161,7 @@ class FrontEnd(FrontEndBase):
     def _think(self, asked: ItemRequest, request: Any, params: Any, prompt: list[int]) -> Thought:
         """Let a thought end at its marker, and leave room for the items after it."""
         self.refuse_inside(names_sets(request.sampling_params))
-        limits: dict[str, Any] = {"prompt_tokens": len(prompt) + len(asked.marker), "max_tokens": None, "after": AFTER}
+        limits: dict[str, Any] = {"prompt_tokens": len(prompt) + len(asked.marker), "after": AFTER}
         limits["reasons"] = {"LoRA adapter": request.lora_path is not None}
         job = self.begin_list(asked, self._tokenizer.eos_token_id, **limits)
         room = self._context - AFTER - job.item_set.longest - len(prompt)

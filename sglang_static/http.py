@@ -72,6 +72,7 @@ class ItemSetFields(http_bodies.BodyMiddleware):
             given["response_format"] = disguised(stated)
         if ours:
             _rename(path, given)
+        noted.unlimited = path == "/v1/completions" and given.get("max_tokens") is None
         own = _own_fields(given)
         places = [one for place in (PARAMS, f"{PARAMS}.{CUSTOM}", CUSTOM) for one in request_fields.at(given, place)]
         named = any(one.get(word) is not None for one in (own, *places) for word in _ASKING)

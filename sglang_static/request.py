@@ -9,6 +9,7 @@ from itemset import ItemSet
 from itemset.serving import request_fields
 from itemset.serving.catalogue import Catalogue, RefusedError
 from itemset.serving.constraint import EBNF, JSON, TAG
+from itemset.serving.http_bodies import body
 from itemset.serving.lost_fields import holds_sets, undisguised
 from itemset.serving.request import ItemRequest, candidates, refuse_beside, wants_candidates, wants_draws
 from itemset.serving.request_fields import BEAMS, CHOICE, CUSTOM, LOGPROBS, REFERENCE, SELECTION, SLATE, WEIGHT
@@ -101,6 +102,8 @@ def in_place(params: Mapping[str, Any], request: ItemRequest) -> dict[str, Any]:
     if isinstance(own.get(CUSTOM), dict):
         own[CUSTOM] = without_words(own[CUSTOM]) or None
     read = (*KINDS,) if request.constraint is not None else _OF_LIST if request.after else ()
+    if request.constraint is None and not request.after:
+        own = {"max_new_tokens": None} | own | ({"max_new_tokens": None} if body().unlimited else {})
     return {**{key: value for key, value in own.items() if key not in read}, REFERENCE: request}
 
 

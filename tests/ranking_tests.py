@@ -201,3 +201,13 @@ def test_draws_over_http(server, endpoint):
 @pytest.mark.parametrize(("body", "message"), BAD + LOST)
 def test_bad_draws_are_http_400(server, body, message):
     check_refused(server, "/v1/completions", {"model": "tiny", "prompt": "p", **GOOD, **body}, message)
+
+
+def test_a_list_has_no_limit_of_tokens(engine):
+    """The server knows how long its items are."""
+    for name in ("one", "ragged", "fixed"):
+        expected = engine.rank(2, item_set=name)
+        for most in (1, 3, 200):
+            assert [found.items for found in engine.rank(2, item_set=name, max_tokens=most)] == [
+                found.items for found in expected
+            ]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from vllm.logger import init_logger
 
 from itemset.serving import http_bodies, metrics
-from itemset.serving.answer_fields import THOUGHT, told_of
+from itemset.serving.answer_fields import THOUGHT, Thought, told_of
 from itemset.serving.hooks import IMPORTED
 from itemset.serving.request_fields import LOGPROBS
 from vllm_static import compat
@@ -47,9 +47,9 @@ def new_completion_output(original: Callable[..., Any], self: Any, finish_reason
         logs, output.logprobs = (columns[::2], columns[1::2]), None
         output.cumulative_logprob = output.cumulative_logprob if expected.weighed == LOGPROBS else None
     if finish_reason is not None:
-        # By a stop string, or aborted.
-        cut = isinstance(stop_reason, str) or str(finish_reason) not in ("stop", "length")
-        tokens, stopped = self.detokenizer.output_token_ids, not cut and str(finish_reason) == "stop"
+        by_string = isinstance(stop_reason, str)
+        cut = str(finish_reason) not in ("stop", "length") or (by_string and isinstance(expected, Thought))
+        tokens, stopped = self.detokenizer.output_token_ids, not by_string and str(finish_reason) == "stop"
         told = expected.answer_fields(tokens, cut=cut, logs=logs)
         if THOUGHT in told:
             told[THOUGHT].ended.table = self.logprobs_processor.pop_prompt_token_id_logprobs()

@@ -39,7 +39,7 @@ PATIENCE = 1.0  # seconds after which a front end checks that the engine is stil
 class FrontEnd(FrontEndBase):
     """vLLM's."""
 
-    words = Words("max_model_len", "--max-model-len", "min_tokens", "max_tokens", "--additional-config")
+    words = Words("max_model_len", "--max-model-len", "min_tokens", "--additional-config")
 
     @staticmethod
     def validate(kind: str, spec: str) -> None:
@@ -123,7 +123,7 @@ class FrontEnd(FrontEndBase):
     def _think(self, asked: ItemRequest, params: SamplingParams, prompt_tokens: int) -> Callable[[Any], Thought]:
         """Do `attach` for a thought, which leaves room for the items after it."""
         least, end_token = prompt_tokens + len(asked.marker), self._tokenizer.eos_token_id
-        job, placeholders = self.list_job(asked, end_token, prompt_tokens=least, max_tokens=None)
+        job, placeholders = self.list_job(asked, end_token, prompt_tokens=least)
         after = job.item_set.longest + AFTER + self.v2 + len(placeholders)
         room: int = self.vllm_config.model_config.max_model_len - prompt_tokens - after
         params.max_tokens = min(params.max_tokens or room, room)
@@ -142,9 +142,7 @@ class FrontEnd(FrontEndBase):
         content = compat.content_after_reasoning(self.vllm_config, self._tokenizer, begun)
         return tuple(content.args[0]) if isinstance(content, partial) else ()
 
-    def list_job(
-        self, asked: ItemRequest, end_token: int, *, prompt_tokens: int, max_tokens: int | None
-    ) -> tuple[ListJob, tuple[int, ...]]:
+    def list_job(self, asked: ItemRequest, end_token: int, *, prompt_tokens: int) -> tuple[ListJob, tuple[int, ...]]:
         """Do `begin_list`. Returns also the tokens that stand after the prompt if the draft head makes the list.
 
         Raises RefusedError also if the engine's scores are no log-probabilities, or the head has no room.
@@ -162,7 +160,7 @@ class FrontEnd(FrontEndBase):
             if self._drafting.drafts(made.reference, made.item_set, asked.ranked):
                 placeholders = self._drafting.placeholders
         after, more = AFTER + self.v2 + len(placeholders), {"placeholders": len(placeholders)}
-        job = self.begin_list(asked, end_token, prompt_tokens=prompt_tokens, max_tokens=max_tokens, after=after, **more)
+        job = self.begin_list(asked, end_token, prompt_tokens=prompt_tokens, after=after, **more)
         return job, placeholders
 
     def lists(self, client: Any) -> Lists:

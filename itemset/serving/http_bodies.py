@@ -37,6 +37,7 @@ class Body:
     stated: its constraints in which sets may stand, kinds and texts. fields: those of ours that the engine's parser
     would drop. brings_choice: whether it has an inline list. made: of it before its answer begins, held meanwhile.
     request: the engine's object of it. judged: what it asks of item sets. prompts: that were handed to the engine.
+    unlimited: whether it gives no limit of tokens, so that an item's own end is that.
     items: what answers say of items, by prompt and answer. each: answers that a streamed prompt has. whole: whether its
     answers are items from their first token on; None until that is known.
     """
@@ -49,6 +50,7 @@ class Body:
     request: Any = None
     judged: Any = None
     prompts: int = 0
+    unlimited: bool = False
     items: dict[tuple[int, int], dict[str, Any]] = field(default_factory=dict)
     each: int = 1 << 30
     whole: bool | None = None

@@ -99,7 +99,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"draw": "importance", "candidates": 65}, 'draw: "importance" takes candidates: K, at most 64'),
     ({"draw": "importance", "candidates": 2}, "replace is for exact draws"),
     ({"candidates": 2}, 'candidates is for draw: "importance"; to choose among items send only_keys'),
-    ({"max_tokens": 3}, "is less than the longest item has"),
 ]
 """What changes a good request for draws of `ragged` into a bad one, and a part of what is said then."""
 GOOD = {"item_set": "ragged", "draws": 2, "replace": False, "max_tokens": 40, "top_p": 1, "n": 1, "stream": False}

@@ -19,14 +19,14 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 """A text or token ids for /v1/completions, or messages for /v1/chat/completions."""
 Sets = str | list[str]
 """The name of a registered set, or a list of texts."""
+WIDTH = 64  # beams of a list: as many as find nearly all of the best (docs/benchmarks.md, "Ranked lists")
 Model = TypeVar("Model", bound="BaseModel")
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class Item:
-    """An item of a set: its key, None if a limit has cut the answer or nobody has said it; its text; in lists and draws
-    its score, a log-probability.
+    """An item of a set: its key, None if nobody has said it; its text; in lists and draws its score, a log-probability.
 
     `Item["films"]` is the type of a Pydantic field that holds an item of the set `films`.
     """
@@ -73,23 +73,35 @@ def rank(
     client: "AsyncOpenAI", item_set: Sets, prompt: Prompt, n: int = 10, **options: Any
 ) -> Awaitable[list[Item]]: ...
 def rank(client: Any, item_set: Sets, prompt: Prompt, n: int = 10, **options: Any) -> Any:
-    """Return the n best items of a set that a beam finds, by the model's own probabilities, best first: `list[Item]`.
-    A beam of n misses some: give a `width` of 64, or `exact=True`.
+    """Return the n best items of a set that a beam of 64 finds, or of n, by the model's own probabilities, best first:
+    `list[Item]`. `exact=True` proves that there are no better ones.
 
     item_set: the name of a registered set, or a list of texts. n: items; fewer if the set has fewer. options: those of
     a ranked list (`width`, `exact`, `renormalised`, ...), what chooses among the items (`item_filter`, `exclude_keys`,
-    `only_keys`), and arguments of the client's call (`model`, `max_tokens`: 64 by default).
+    `only_keys`), and arguments of the client's call (`model`).
     """
-    return _asked(client, prompt, _named(item_set) | {"use_beam_search": True, "n": n}, options, _items)
+    words = _named(item_set) | {"use_beam_search": True, "n": n, "width": max(n, WIDTH)}
+    return _asked(client, prompt, words, options, _items)
 
 
+@overload
+def choose(client: "OpenAI", item_set: Sets, prompt: Prompt, *, n: int, **options: Any) -> list[Item]: ...
+@overload
+def choose(
+    client: "AsyncOpenAI", item_set: Sets, prompt: Prompt, *, n: int, **options: Any
+) -> Awaitable[list[Item]]: ...
 @overload
 def choose(client: "OpenAI", item_set: Sets, prompt: Prompt, **options: Any) -> Item: ...
 @overload
 def choose(client: "AsyncOpenAI", item_set: Sets, prompt: Prompt, **options: Any) -> Awaitable[Item]: ...
-def choose(client: Any, item_set: Sets, prompt: Prompt, **options: Any) -> Any:
-    """Return one item, sampled token by token inside the set: `Item`. options: as of `rank`, and `temperature`, ..."""
-    return _asked(client, prompt, _named(item_set), options, lambda answer: _items(answer)[0])
+def choose(client: Any, item_set: Sets, prompt: Prompt, *, n: int | None = None, **options: Any) -> Any:
+    """Return one item, sampled token by token inside the set: `Item`; with `n` a list of so many, each for itself.
+
+    options: as of `rank`, and `temperature`, ... Raises ValueError if `max_tokens` or a stop string has cut an answer.
+    """
+    if n is None:
+        return _asked(client, prompt, _named(item_set), options, lambda answer: _items(answer)[0])
+    return _asked(client, prompt, _named(item_set), {**options, "n": n}, _items)
 
 
 @overload
@@ -113,6 +125,10 @@ def fill(client: Any, model: type[Model], prompt: Prompt, **options: Any) -> Any
 
     options: arguments of the client's call (`max_tokens`: 256 by default).
     """
+    if options.get("n") not in (None, 1):
+        raise ValueError(
+            "one instance is returned: omit n, or use `read` for each choice of the openai client's answer"
+        )
     form = {"type": "json_schema", "json_schema": {"name": model.__name__, "schema": model.model_json_schema()}}
     given = {"response_format": form, "max_tokens": 256, **options}
     return _asked(client, prompt, {}, given, lambda answer: read(model, answer.choices[0]))
@@ -148,11 +164,18 @@ def _named(item_set: Sets) -> dict[str, Any]:
 def _asked(
     client: Any, prompt: Prompt, words: dict[str, Any], options: dict[str, Any], take: Callable[[Any], Result]
 ) -> Result | Awaitable[Result]:
-    """Ask, and take the result out of the answer. Options that the client's function does not declare are the set's."""
+    """Ask, and take the result out of the answer. Options that the client's function does not declare are the set's.
+
+    Raises ValueError for what these functions do not return.
+    """
+    if options.get("stream"):
+        raise ValueError("an item is returned as a whole: omit stream, or use the openai client itself")
+    if not isinstance(prompt, str) and any(not isinstance(one, int | Mapping) for one in prompt):
+        raise ValueError("several prompts take a call each: give one text, its token ids, or messages")
     chat = isinstance(next(iter(prompt), ""), Mapping)
     create = client.chat.completions.create if chat else client.completions.create
     declared = inspect.signature(create).parameters
-    given = {"model": "", "max_tokens": 64, "messages" if chat else "prompt": prompt}
+    given = {"model": "", "messages" if chat else "prompt": prompt}
     extra = {**words, **options.pop("extra_body", {})}
     for name, value in options.items():
         (given if name in declared else extra)[name] = value
@@ -172,6 +195,9 @@ def _item(choice: Any) -> Item:
     extra = choice.model_extra or {}
     if "item" not in extra:
         raise ValueError("the answer names no item: start the server with --item-set and the backend static")
-    item = extra["item"] or {}
-    text = choice.text if hasattr(choice, "text") else choice.message.content
+    text, item = choice.text if hasattr(choice, "text") else choice.message.content, extra["item"]
+    if item is None:
+        raise ValueError(
+            f"the answer {text!r:.60} is no whole item: max_tokens or a stop string has cut it, or an abort"
+        )
     return Item(item.get("key"), text, item.get("score", item.get("logprob")))

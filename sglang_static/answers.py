@@ -10,7 +10,7 @@ from contextlib import aclosing
 from typing import Any
 
 from itemset.serving import http_bodies
-from itemset.serving.answer_fields import FIELDS, THOUGHT
+from itemset.serving.answer_fields import FIELDS, THOUGHT, Thought
 from sglang_static import legal_mass
 from sglang_static.compat import hook
 
@@ -37,17 +37,31 @@ async def stream_one_response(
             if expected is not None and finish:
                 from sglang_static.metrics import count_answer
 
-                cut = isinstance(finish.get("matched"), str) or finish["type"] not in ("stop", "length")
+                by_string = isinstance(finish.get("matched"), str)
+                cut = finish["type"] not in ("stop", "length") or (by_string and isinstance(expected, Thought))
                 told = expected.answer_fields(state.output_ids, cut=cut, logs=logs)
                 if THOUGHT in told:
                     from sglang_static.list_requests import after_thought
 
                     told = {"items": await after_thought(self, obj, told[THOUGHT])}
-                stopped, reference = not cut and finish["type"] == "stop", getattr(obj, CALLED, None)
+                stopped, reference = not by_string and finish["type"] == "stop", getattr(obj, CALLED, None)
                 if fault := count_answer(reference, expected, state.output_ids, told, stopped=stopped):
                     logger.error("Request %s: %s", obj.rid, fault)
                 info.update(told)
             yield part
+
+
+_PARSER = "sglang.srt.parser.reasoning_parser:ReasoningParser"
+
+
+@hook(f"{_PARSER}.parse_non_stream", why="an item is content: parsers take for reasoning all that no mark ends")
+def parse_non_stream(original: Callable[..., Any], full_text: str) -> Any:
+    return (None, full_text) if http_bodies.body().whole else original()
+
+
+@hook(f"{_PARSER}.parse_stream_chunk", why="the same of a stream")
+def parse_stream_chunk(original: Callable[..., Any], chunk_text: str) -> Any:
+    return (None, chunk_text) if http_bodies.body().whole else original()
 
 
 def note(output: Any) -> None:

@@ -21,10 +21,11 @@ from itemset.serving.list_runner import Lists, OneRequest
 from itemset.serving.lost_fields import refuse_lost
 from itemset.serving.request import ItemRequest, wants_candidates
 from itemset.serving.request_fields import BEAMS, DRAWS, LIST, LIST_AFTER, LOGPROBS, wrong_type
+from itemset.serving.sampler_limits import refuse_unsampled
 from itemset.serving.wire import WIRE, Tokens
 from sglang_static import answers, compat, legal_mass
 from sglang_static.list_requests import AFTER
-from sglang_static.request import OTHERS, asked, in_place, names_sets, wants_list
+from sglang_static.request import OTHERS, asked, check_prompts, in_place, names_sets, wants_list
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ RESERVED = 2  # tokens that SGLang keeps of a context (managers/scheduler.py, in
 class FrontEnd(FrontEndBase):
     """SGLang's."""
 
-    words = Words("context_length", "--context-length", "min_new_tokens", "max_new_tokens", compat.VARIABLE)
+    words = Words("context_length", "--context-length", "min_new_tokens", compat.VARIABLE)
 
     @staticmethod
     def validate(kind: str, spec: str) -> None:
@@ -92,6 +93,8 @@ class FrontEnd(FrontEndBase):
         refuse_lost(body().stated, reached=inside)
         if ranked and inside:
             raise RefusedError("beam search", f"a beam search takes no item_set inside a grammar: omit {BEAMS}", BEAMS)
+        if hasattr(request, "input_ids") and (any(requests) or (fields and not each)):
+            check_prompts(request, listed=ranked)
         if not any(requests):
             return False
         if ranked and None in requests:
@@ -106,6 +109,7 @@ class FrontEnd(FrontEndBase):
             if one is None:
                 judged.append(params)
                 continue
+            refuse_unsampled(with_defaults[i], self.vocab_size)
             theirs = processors if isinstance(processors, list) else [processors]
             if any(own is not None for own in (theirs[i : i + 1] if len(theirs) == len(each) else theirs)):
                 raise RefusedError(
@@ -150,6 +154,7 @@ class FrontEnd(FrontEndBase):
             raise RefusedError("no end", "the model has no end token: give the request stop_token_ids")
         params.custom_params = {**(params.custom_params or {}), WIRE: carried.json()}
         content = compat.content_after_reasoning(self._tokenizer, request)
+        body().begin(thinks=content is not None)
         if not params.ignore_eos:
             params.skip_special_tokens = params.spaces_between_special_tokens = False  # an item shows its own
         setattr(request, answers.EXPECTED, self.expected(asked, frozenset(stops | self._all_ends), content))
@@ -158,7 +163,7 @@ class FrontEnd(FrontEndBase):
     def _think(self, asked: ItemRequest, request: Any, params: Any, prompt: list[int]) -> Thought:
         """Let a thought end at its marker, and leave room for the items after it."""
         self.refuse_inside(names_sets(request.sampling_params))
-        limits: dict[str, Any] = {"prompt_tokens": len(prompt) + len(asked.marker), "max_tokens": None, "after": AFTER}
+        limits: dict[str, Any] = {"prompt_tokens": len(prompt) + len(asked.marker), "after": AFTER}
         limits["reasons"] = {"LoRA adapter": request.lora_path is not None}
         job = self.begin_list(asked, self._tokenizer.eos_token_id, **limits)
         room = self._context - AFTER - job.item_set.longest - len(prompt)

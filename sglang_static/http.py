@@ -15,7 +15,7 @@ from itemset.serving.request_fields import (  # isort: skip
     WORDS,
 )  # fmt: skip
 from sglang_static import compat
-from sglang_static.request import KINDS, constraint_of
+from sglang_static.request import KINDS, PROMPTS, constraint_of
 from sglang_static.version_watcher import follower_of
 
 _BODY = {"": WORDS, STRUCTURED: (CHOICE,)}
@@ -41,7 +41,8 @@ SURFACE = lost_fields.Surface(
 )
 RANKED = SERVED.keys() - {"/v1/responses"}
 
-UNSEEN = ("/generate", "/v1/responses")
+_PROMPTED = ("/generate",)
+UNSEEN = (*_PROMPTED, "/v1/responses")
 """Endpoints that begin to stream before a request is judged; the others wait for its first token."""
 
 
@@ -71,6 +72,7 @@ class ItemSetFields(http_bodies.BodyMiddleware):
             given["response_format"] = disguised(stated)
         if ours:
             _rename(path, given)
+        noted.unlimited = path == "/v1/completions" and given.get("max_tokens") is None
         own = _own_fields(given)
         places = [one for place in (PARAMS, f"{PARAMS}.{CUSTOM}", CUSTOM) for one in request_fields.at(given, place)]
         named = any(one.get(word) is not None for one in (own, *places) for word in _ASKING)
@@ -86,9 +88,9 @@ class ItemSetFields(http_bodies.BodyMiddleware):
         if front_end is None or not isinstance(given, dict) or not given.get("stream") or body.path not in UNSEEN:
             return
         if body.fields is not None or any(constraint_of(one, {}) for one in request_fields.at(given, PARAMS)):
-            processor = given.get("custom_logit_processor")
-            params = copy.deepcopy(given.get(PARAMS))
-            body.made = SimpleNamespace(sampling_params=params, custom_logit_processor=processor)  # held meanwhile
+            names = ("custom_logit_processor", *(PROMPTS if body.path in _PROMPTED else ()))
+            known = {name: given.get(name) for name in names} | {PARAMS: copy.deepcopy(given.get(PARAMS))}
+            body.made = SimpleNamespace(**known)  # held meanwhile
             await front_end.judge(body.made, request)
 
 

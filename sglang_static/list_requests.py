@@ -38,6 +38,7 @@ Generate = Callable[..., AsyncGenerator[Any, None]]
 async def ranked(generate: Generate, manager: Any, request: Any, http_request: Any) -> AsyncGenerator[Any, None]:
     """What `TokenizerManager.generate_request` answers to a request with a set and `beam_width`: a dict for one prompt,
     a list for several."""
+    body().begin(thinks=False)
     prompts = request.text if request.input_ids is None else request.input_ids
     single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
 
@@ -94,7 +95,7 @@ async def _one(
         what = "a ranked list has" if asked.ranked else "draws have"
         raise RefusedError("beam search", f"{what} no stream and no logprobs of single tokens: leave them out")
     end = tokenizer.eos_token_id
-    limits = {"prompt_tokens": len(prompt), "max_tokens": params.get("max_new_tokens", 128), "after": AFTER}
+    limits = {"prompt_tokens": len(prompt), "after": AFTER}
     reasons = {"LoRA adapter": lora is not None}
     begin = partial(front_end.begin_list, asked, end, **limits, reasons=reasons)
     begun = asked.ended.jobs if asked.ended is not None else []

@@ -1,22 +1,30 @@
 """The entry point of the plugin."""
 
 import os
+import sys
+
+from itemset.serving.config import BACKEND
 
 from sglang_static import (  # noqa: F401 - modules with hooks  # isort: skip
     answers, compat, engine_config, legal_mass, request_hooks, scheduler_hooks, speculation, turns, version_watcher,
 )  # fmt: skip
 
+_NAMED = {BACKEND, f"--grammar-backend={BACKEND}", "--guided-decoding-backend"}
+"""Words of a command line that want our backend."""
+
 
 def register() -> None:
     """Entry point `sglang.srt.plugins`: runs in every process of SGLang.
 
-    Raises RuntimeError for a SGLang version that is not supported, or lacks a hook: SGLang logs it, and goes on without
-    the backend. An engine that has chosen it would answer freely then: its process ends by SystemExit.
+    A SGLang version that is not supported, or that lacks a hook, goes on without our backend. An engine that wants it
+    would answer freely then: its process ends by SystemExit.
     """
+    hook = compat.hook
+    hook.asked = hook.asked or compat.VARIABLE in os.environ or not _NAMED.isdisjoint(sys.argv)
     try:
         compat.install()
         engine_config.add_backend_name()
     except RuntimeError as error:
-        if compat.VARIABLE in os.environ:
+        if hook.asked:
             raise SystemExit(str(error)) from error
-        raise
+        hook.give_up(error)

@@ -1,12 +1,15 @@
 """Where SGLang keeps what a request asks of item sets: an ItemRequest at `sampling_params["item_set"]`, once judged."""
 
+from array import array
 from collections.abc import Mapping
+from numbers import Integral
 from typing import Any
 
 from itemset import ItemSet
 from itemset.serving import request_fields
 from itemset.serving.catalogue import Catalogue, RefusedError
 from itemset.serving.constraint import EBNF, JSON, TAG
+from itemset.serving.http_bodies import body
 from itemset.serving.lost_fields import holds_sets, undisguised
 from itemset.serving.request import ItemRequest, candidates, refuse_beside, wants_candidates, wants_draws
 from itemset.serving.request_fields import BEAMS, CHOICE, CUSTOM, LOGPROBS, REFERENCE, SELECTION, SLATE, WEIGHT
@@ -99,6 +102,8 @@ def in_place(params: Mapping[str, Any], request: ItemRequest) -> dict[str, Any]:
     if isinstance(own.get(CUSTOM), dict):
         own[CUSTOM] = without_words(own[CUSTOM]) or None
     read = (*KINDS,) if request.constraint is not None else _OF_LIST if request.after else ()
+    if request.constraint is None and not request.after:
+        own = {"max_new_tokens": None} | own | ({"max_new_tokens": None} if body().unlimited else {})
     return {**{key: value for key, value in own.items() if key not in read}, REFERENCE: request}
 
 
@@ -135,3 +140,45 @@ def names_sets(params: Mapping[str, Any]) -> bool:
     """Whether a set stands in the constraint of one prompt."""
     given = constraint_of(params, {})
     return given is not None and holds_sets(*given)
+
+
+PROMPTS = ("text", "input_ids", "input_embeds", "session_params", "lora_path")
+"""Fields of a `GenerateReqInput` that have to do with its prompts."""
+_DROPPED = (
+    *("return_hidden_states", "return_routed_experts", "return_sampling_mask", "session_params", "session_id"),
+    *("image_data", "video_data", "audio_data"),
+)
+"""Those that a list has not, because requests of our own make it."""
+
+
+def check_prompts(request: Any, *, listed: bool) -> None:
+    """Raises RefusedError for prompts, and lists of parameters, that do not go together: SGLang would answer 500.
+
+    request: a GenerateReqInput, or what is known of it. listed: whether it is to get lists or draws.
+    """
+    prompts = request.text if request.input_ids is None else request.input_ids
+    alone = isinstance(prompts, str) or _are(Integral, prompts)
+    if not alone and not (
+        _are(str, prompts) or (_are(list | tuple | array, prompts) and all(_are(Integral, one) for one in prompts))
+    ):
+        others = request.session_params or (prompts is None and request.input_embeds is not None)
+        if not others or listed:
+            what = "a ranked list or draws need" if listed else "an item set needs"
+            message = f"{what} a prompt: give text, or input_ids, one or a list that is not empty"
+            raise request_fields.wrong_type(message, "text")
+        return
+    for name in ("sampling_params", "lora_path"):
+        value, count = getattr(request, name), 1 if alone else len(prompts)
+        if isinstance(value, list) and (alone or len(value) != count):
+            message = f"{name} is a list of {len(value)}, and there are {count} prompts: give one for each"
+            message = f"{name} of one prompt is no list: take it out of that" if alone else message
+            raise request_fields.wrong_type(message, name)
+    for name in _DROPPED if listed else ():
+        if getattr(request, name, None) not in (None, False, []):
+            raise RefusedError("beam search", f"a ranked list or draws would ignore {name}: omit it", name)
+
+
+def _are(kind: Any, values: Any) -> bool:
+    """Whether values are of this kind, in a list that is not empty."""
+    kinds = set(map(type, values)) if isinstance(values, list | tuple | array) else ()
+    return bool(kinds) and all(issubclass(one, kind) for one in kinds)

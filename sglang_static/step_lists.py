@@ -90,6 +90,12 @@ class ItemGroup(BeamGroup):
         self._stream: Any = None  # on which beams are chosen: the scheduler's is another one
         self._open = (-1, 1)  # the last selection that was read, and how many open beams it has left; at first the root
 
+    def again(self) -> "ItemGroup":
+        """Return a group for the same list from its beginning."""
+        assert self._item_set is not None  # it has not ended
+        counts = rows_of(self._item_set, self._spec)
+        return ItemGroup(self._sampler, self._item_set, self._resident, self._spec, counts, self)
+
     def fits(self, adder: Any, promised: int, others: "Sequence[ItemGroup]") -> bool:
         """Whether there are rows and KV slots for all of this list now; alone, it fits. promised: rows that others will
         take. others: lists that have begun."""

@@ -227,10 +227,43 @@ def update_running_batch(original: Callable[..., Any], self: Any, batch: Any) ->
 
 
 @hook(f"{_SCHEDULER}.pause_generation", why="a pause knows of one batch that decodes")
-def pause_generation(original: Callable[..., Any], self: Any) -> Any:
+def pause_generation(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
     if hasattr(self, _TURNS):
         self.running_batch = _turns(self).rejoin(self.running_batch)
+    if recv_req.mode == "retract":
+        from sglang.srt.beam_search.batch_tail import strip_beam_tail
+
+        strip_beam_tail(self.running_batch)  # SGLang empties the batch, and then finds rows of beams in it
     return original()
+
+
+@hook("sglang.srt.managers.schedule_batch:retract_all")
+def retract_all(
+    original: Callable[..., Any], reqs: Any, req_to_token_pool: Any, token_to_kv_pool_allocator: Any
+) -> None:
+    """A beam search, a list's or SGLang's own, begins again after a pause that takes its KV: its rows have none of
+    their own."""
+    for req in reqs:
+        if (group := req.beam_group) is not None and not group.retired:
+            from sglang.srt.beam_search.fork import free_member_rows
+
+            free_member_rows(group, req_to_token_pool, token_to_kv_pool_allocator)
+            group.retired, req.beam_group = True, _again(group)
+            del req.output_ids[:]  # placeholders
+    original()
+
+
+def _again(group: Any) -> Any:
+    """Return a group for the same search from its beginning. The coordinator counts it in the place of this one."""
+    if is_list(group):
+        return group.again()
+    from sglang.srt.beam_search.beam_group import BeamGroup
+
+    stops, names = group.stop_token_ids, ("beam_width", "length_penalty", "max_new_tokens", "num_return")
+    options = {name: getattr(group, name) for name in names}
+    again = BeamGroup(stop_token_ids=stops.tolist(), device=stops.device, **options)
+    again.leader, again.prompt_len = group.leader, group.prompt_len
+    return again
 
 
 def _turns(scheduler: Any) -> Turns:

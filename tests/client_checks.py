@@ -52,6 +52,7 @@ def check(server: Any) -> None:
     assert {item.key for item in late} == {9, 10, 11}
     assert known([choose(client, "films", "A film: ", temperature=0.5, extra_body={"only_keys": [3, 5]})])
     assert choose(client, ["red", "blue"], MESSAGES).text in ("red", "blue")
+    _check_whole(client)
     drawn = draw(client, "films", "A film: ", n=3, seed=1, max_passes=200, approximate=True)
     assert len(drawn) == 3
     assert known(drawn)
@@ -61,6 +62,24 @@ def check(server: Any) -> None:
         choose(client, [], "p", extra_body={"structured_outputs": None})
     _check_fields(client)
     asyncio.run(_check_async(server))
+
+
+def _check_whole(client: Any) -> None:
+    """Nobody says how many tokens an item has, and what a caller has cut is no item."""
+    several = choose(client, "films", "A film: ", n=3)
+    assert len(several) == 3
+    assert known(several)
+    long = " and ".join(["a film"] * 40)
+    assert {one.text for one in rank(client, [long, "short"], "A film: ", n=2, max_tokens=1)} == {long, "short"}
+    assert choose(client, [long], "A film: ").text == long
+    for given in ({"max_tokens": 1}, {"stop": " film"}, {"max_tokens": 2, "n": 2}):
+        with pytest.raises(ValueError, match="is no whole item: max_tokens or a stop string has cut it"):
+            choose(client, [long], "A film: ", **given)
+    for function in (rank, choose, draw):
+        with pytest.raises(ValueError, match="omit stream"):
+            function(client, "films", "A film: ", stream=True)
+        with pytest.raises(ValueError, match="several prompts take a call each"):
+            function(client, "films", ["A film: ", "Another: "])
 
 
 def _check_fields(client: Any) -> None:

@@ -272,7 +272,8 @@ def given(words: dict[str, Any]) -> dict[str, Any]:
 
     kinds = ("choice", "regex", "json", "grammar", "structural_tag")
     own = ("temperature", "max_tokens", "min_tokens", "seed", "stop", "stop_token_ids", "ignore_eos", "n")
-    own += ("logit_bias", "logprobs")
+    own += ("logit_bias", "logprobs", "top_k", "top_p", "min_p")
+    own += ("frequency_penalty", "presence_penalty", "repetition_penalty")
     structured = {word: value for word, value in words.items() if word in kinds}
     return {
         **{word: value for word, value in words.items() if word in own},

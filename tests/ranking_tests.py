@@ -146,7 +146,6 @@ def choices_of(server: Any, endpoint: str, body: dict[str, Any]) -> list[dict[st
         ({"renormalized": True}, "there is no field 'renormalized': did you mean renormalised?"),
         ({"widht": 64}, "there is no field 'widht': did you mean width?"),
         ({"item_set": "raged"}, "did you mean 'ragged'"),
-        ({"max_tokens": 3}, "=3 is less than the longest item has"),
         ({"width": 1}, "width=1 finds no 2 items: set it to at least 2"),
         ({"width": [9, 1]}, "width=1 finds no 2 items: set it to at least 2"),
         ({"width": [9, 0]}, "width must be a number of beams, at least 1, or a list of such numbers: of each level"),
@@ -201,3 +200,14 @@ def test_draws_over_http(server, endpoint):
 @pytest.mark.parametrize(("body", "message"), BAD + LOST)
 def test_bad_draws_are_http_400(server, body, message):
     check_refused(server, "/v1/completions", {"model": "tiny", "prompt": "p", **GOOD, **body}, message)
+
+
+def test_a_list_has_no_limit_of_tokens(engine):
+    """The server knows how long its items are."""
+
+    def items(**words: Any) -> list[list[Any]]:
+        return [[tokens for _, tokens in found.items] for found in engine.rank(2, **words)]
+
+    for name in ("one", "ragged", "fixed"):
+        for most in (1, 3, 200):
+            assert items(item_set=name, max_tokens=most) == items(item_set=name)

@@ -107,3 +107,34 @@ def test_no_field_of_the_engines_own_is_taken_for_a_misspelled_word(surface):
         ours.check(path, {extras: dict.fromkeys(fields, 1)}, {}, ours=True)
     for field in fields - {BEAMS}:
         assert nearest(field, (*OPTIONS, BEAMS, *DRAWN)) is None, field
+
+
+EXTREMES: list[dict[str, Any]] = [
+    {name: value}
+    for name in ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
+    for value in (1e-45, 1e-30, 0.0, 2, 1e38, 1e39)
+]
+EXTREMES += [{"top_k": value} for value in (1, (1 << 31) - 1, 1 << 31, 1 << 70)]
+EXTREMES += [{"logit_bias": {500: value}} for value in (-1e308, -3e38, -100, 1e-45, 3e38, 1e39)]
+EXTREMES += [{"seed": value} for value in ((1 << 63) - 1, 1 << 63)]
+EXTREMES += [{"stop_token_ids": [value]} for value in (2111, 2112, -1, 1 << 70)]
+
+
+def test_a_number_that_no_sampler_can_hold_is_refused(engine, named_sets):
+    """All others give items in one batch, with and without top_k, and so do their neighbours."""
+    held = []
+    for extreme in EXTREMES:
+        try:
+            engine.ask([[7, 8]], asked("labels", max_tokens=2, **extreme))
+        except engine.refusal:
+            continue
+        held.append(extreme)
+    assert len(held) > len(EXTREMES) / 3
+    for extreme in ({"temperature": 1e39}, {"repetition_penalty": 1e-45}, {"top_k": 1 << 70}):
+        assert extreme in EXTREMES
+        assert extreme not in held
+    batch = [asked("ragged") | beside | extreme for extreme in held for beside in ({}, {"top_k": 5})]
+    *answers, neighbour = engine.ask([[7, 8, i] for i in range(len(batch) + 1)], [*batch, asked("labels")])
+    assert neighbour.item in named_sets["labels"].items
+    for words, answer in zip(batch, answers, strict=True):
+        assert answer.tokens[:-1] in named_sets["ragged"].items, words

@@ -242,7 +242,10 @@ def test_an_answer_that_is_no_item_names_none(server: HttpServer, dialect: Diale
     assert complete(server, **words, max_tokens=2)["item"] is None
     assert complete(server, **words, stop="and")["item"] is None
     assert complete(server, **words, ignore_eos=True, max_tokens=60)["item"]["key"] in (0, 1)
-    # An item that a limit ends is one, unless it might have become a longer one.
+    # An item that a stop string or a limit ends is one, unless it might have become a longer one.
+    for texts, stop in ((["a film.", "a book."], "."), (["red", "blue"], ["d", "e"]), (["yes!", "no!"], "!")):
+        assert complete(server, **dialect.choice(texts), stop=stop)["item"]["key"] in (0, 1)
+    assert complete(server, **dialect.choice(["New York", "New York City"]), stop="York")["item"] is None
     assert complete(server, item_set="labels", max_tokens=1)["item"] is not None
     one = complete(server, item_set="prefixes", max_tokens=1)
     assert (one["item"] is None) == (one["token_ids"] == [100])

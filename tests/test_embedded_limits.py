@@ -162,7 +162,7 @@ def gate() -> Iterator[Gate]:
 
 
 def constraints_of(validate: Any) -> Constraints:
-    words, tokenizer = Words("", "", "", "", ""), tiny_tokenizer()
+    words, tokenizer = Words("", "", "", ""), tiny_tokenizer()
     checks = Checks(StaticConfig(), tokenizer, words, ModelLimits(2112, 256, 0, {1}))
     vocabulary = setting("tiny").vocabulary
     return Constraints(checks, tokenizer, lambda: vocabulary, options={}, validate=validate)

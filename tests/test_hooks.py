@@ -140,7 +140,7 @@ def test_hooks_run_once_a_backend_of_ours_is_chosen(module):
 
 @pytest.mark.parametrize("target", ["hooked_engine:gone", "hooked_engine:A.gone", "hooked_gone:f"])
 def test_a_missing_hook_is_named_at_once_or_at_each_import(module, target):
-    sentence = rf"Engine 1\.0 has no {target.replace(':', '.')}, .* \(a reason\): install another version of Engine, or"
+    sentence = rf"Engine 1\.0 has no {target.replace(':', '.')}, .* \(a reason\): install another version of Engine, "
     for when in (START, "In workers"):
         hook = Hooks(START)
         hook(target, why="a reason", when=when)(around)
@@ -149,11 +149,39 @@ def test_a_missing_hook_is_named_at_once_or_at_each_import(module, target):
     if target.startswith(module):
         sys.modules.pop(module)
         hook = Hooks(IMPORTED)
+        hook.ask()
         hook(f"{module}:plain", target, why="a reason")(around)
         hook.install("Engine 1.0", IMPORTED)
         for _ in range(2):
             with pytest.raises(RuntimeError, match=sentence):
                 importlib.import_module(module)
+
+
+@pytest.mark.parametrize("target", ["hooked_engine:gone", "hooked_engine:A.gone", "hooked_engine:plain"])
+def test_an_engine_that_lacks_a_hook_goes_on_with_other_backends(module, target, caplog):
+    """It says so once. Who wants our backend then, by name or by the hook that sees it chosen, gets the reason."""
+    hook = Hooks(IMPORTED)
+
+    @hook(target, why="a reason")
+    def lacking(original, gone):
+        raise NotImplementedError
+
+    @hook(f"{module}:A.static", always=True)
+    def choosing(original, a):
+        """Sees what is chosen."""
+        hook.choose(a == "static")
+        return original()
+
+    hook.install("Engine 1.0", IMPORTED)
+    engine = importlib.import_module(module)
+    assert (engine.plain(1), engine.A.static(1)) == ([1], [1])
+    (said,) = [one for one in caplog.messages if "is not active" in one]
+    assert "Engine 1.0 has no hooked_engine." in said
+    assert said.endswith("by `python tests/contract.py engine==1.0` in its checkout")
+    for asks in (hook.ask, lambda: hook.choose(True), lambda: engine.A.static("static")):
+        with pytest.raises(ItemSetError, match=r"Engine 1\.0 has no hooked_engine"):
+            asks()
+    assert not hook.choose(False)
 
 
 def test_a_module_whose_import_fails_is_hooked_when_it_succeeds(module, tmp_path):

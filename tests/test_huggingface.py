@@ -90,3 +90,49 @@ def test_items_may_begin_in_different_columns() -> None:
     tokens = torch.tensor([[9, 3, 4], [9, 5, 6], [9, 9, 9], [9, 9, 9]])  # two beams each
     allowed = processor(tokens, torch.zeros(4, 10)).isfinite()
     assert [row.nonzero().view(-1).tolist() for row in allowed] == [[EOS], [EOS], [3, 5], [3, 5]]
+
+
+SMALL = [[[10, 11], [10, 12, 13]], [[5]], [[20, 21], [20], [22], [30, 31, 32]]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("items", SMALL)
+@pytest.mark.parametrize("beams", [1, 5, 12])
+def test_fewer_items_than_beams_are_all_listed_once(model, items, beams):
+    films = itemset.build(items, vocab_size=2112)
+    processor = ItemSetLogitsProcessor(films, prompt_length=3, stop_tokens=EOS)
+    ways = {"num_beams": beams, "num_return_sequences": beams, "length_penalty": 0.0, "do_sample": False}
+    limits = {"max_new_tokens": films.longest + 1, "pad_token_id": 2}
+    rows = model.generate(PROMPT, logits_processor=[processor], **limits, **ways)
+    for found in processor.items(rows, each=beams):
+        assert len(found) == len(set(map(tuple, found))) == min(beams, len(items))
+        assert all(one in items for one in found)
+        assert len(films.lookup(found)) == len(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("given", "options", "message"),
+    [
+        ({"stop_tokens": 11}, {}, "the stop token 11 occurs inside an item"),
+        ({"stop_tokens": None}, {}, "could never end: give the model's end-of-sequence token"),
+        ({"stop_tokens": []}, {}, "could never end"),
+        ({"stop_tokens": [EOS, 5_000]}, {}, "hold token id 5000, the model's logits end at 2111"),
+        ({"prompt_length": 4}, {}, "prompt_length=4 does not go with 2 rows of 3 tokens"),
+        ({"prompt_length": [3, 3, 3]}, {}, "does not go with 2 rows"),
+        ({"prompt_length": -1}, {}, "prompt_length=-1 does not go with"),
+        ({"prompt_length": 2}, {}, "prompt_length is not where items begin"),
+        ({}, {"bad_words_ids": [[10]]}, "such as bad_words_ids, forbids what the set allows"),
+        ({}, {"bad_words_ids": [[11], [12]]}, "such as bad_words_ids, forbids"),
+        ({}, {"bad_words_ids": [[10]], "num_beams": 3}, "such as bad_words_ids, forbids"),
+    ],
+)
+def test_what_can_be_no_item_is_an_error(model, given, options, message):
+    films = itemset.build(SMALL[0], vocab_size=2112)
+
+    def generate() -> None:
+        processor = ItemSetLogitsProcessor(films, **{"prompt_length": 3, "stop_tokens": EOS} | given)
+        model.generate(PROMPT, logits_processor=[processor], max_new_tokens=4, pad_token_id=2, **options)
+
+    with pytest.raises(itemset.ItemSetError, match=message):
+        generate()

@@ -20,7 +20,7 @@ from itemset.serving.config import ModelLimits, StaticConfig, Words
 from itemset.serving.inline import FEW_TEXTS, SLICE_CHARACTERS, SLICE_TEXTS, Encoder, InlineTexts, Steps, _slices
 from itemset.serving.request import ItemRequest
 
-WORDS = Words("max_model_len", "--max-model-len", "min_tokens", "max_tokens", "--additional-config")
+WORDS = Words("max_model_len", "--max-model-len", "min_tokens", "--additional-config")
 
 
 async def prepared(checks: Checks, choice: Any) -> Any:

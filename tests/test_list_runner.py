@@ -19,7 +19,7 @@ from itemset.serving.request_fields import ListOptions
 
 END = 50
 ITEMS = itemset.build(np.random.default_rng(0).integers(0, END, (4_000, 3)))
-WORDS = Words("context", "--context", "min_tokens", "max_tokens", "--options")
+WORDS = Words("context", "--context", "min_tokens", "--options")
 
 
 class Engine:

@@ -9,6 +9,7 @@ import pytest
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.request import ItemRequest, refuse_beside
 from itemset.serving.request_fields import COMPARED, DrawOptions, ListOptions
+from itemset.serving.sampler_limits import refuse_unsampled
 
 CONSTRAINTS = ("item_set", "choice", "regex")
 
@@ -82,7 +83,7 @@ def test_what_a_request_asks_of_draws():
             "renormalised",
         ),
         ({"drawing": True, "draws": True}, "draws must be a number of draws, at least 1, not True", "draws"),
-        ({"drawing": True, "draws": 2, "temperature": "1"}, "temperature must be more than 0", "temperature"),
+        ({"drawing": True, "draws": 2, "temperature": "1"}, "temperature must be 1e-06 to 1", "temperature"),
         ({"drawing": True, "draws": 2, "seed": 1.5}, "seed must be an integer", "seed"),
         ({"drawing": True, "draws": 2, "replaced": True}, "did you mean replace?", "replaced"),
     ):
@@ -110,3 +111,31 @@ def test_of_a_body_of_many_fields_the_words_themselves_count():
     assert asked("films", **many, widht=1) == ItemRequest("films")
     with pytest.raises(RefusedError, match="width is for ranked lists"):
         asked("films", **many, width=1)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"temperature": 1e300}, "temperature cannot be 1e[+]300 beside an item set, .* a number of 1e-37 to 1e[+]10"),
+        ({"temperature": float("nan")}, "temperature cannot be nan"),
+        ({"min_p": "0.1"}, "min_p cannot be '0.1'"),
+        ({"presence_penalty": -1e39}, "presence_penalty cannot be -1e[+]39"),
+        ({"repetition_penalty": 1e-9}, "repetition_penalty cannot be 1e-09"),
+        ({"logit_bias": {"7": None}}, "logit_bias cannot be None"),
+        ({"logit_bias": [7]}, "logit_bias cannot be a list .*: give an object"),
+        ({"top_k": 5.0}, r"top_k cannot be 5.0 .*: give an integer below 2\^31"),
+        ({"min_new_tokens": 1 << 31}, "min_new_tokens cannot be 2147483648"),
+        ({"sampling_seed": -(1 << 64)}, r"sampling_seed cannot be -18446744073709551616 .* 2\^63"),
+        ({"stop_token_ids": [3, 100]}, "stop_token_ids cannot be 100 .*: give token ids of 0 to 99"),
+        ({"stop_token_ids": 3}, "stop_token_ids cannot be 3 .*: give a list"),
+    ],
+)
+def test_a_sampling_parameter_that_no_sampler_can_hold(given, message):
+    with pytest.raises(RefusedError, match=message) as refused:
+        refuse_unsampled(given, 100)
+    assert [refused.value.param] == list(given)
+
+
+def test_sampling_parameters_that_samplers_hold():
+    refuse_unsampled({"temperature": 0, "top_p": 1, "min_p": None, "top_k": -1, "stop_token_ids": [None, 99]}, 100)
+    refuse_unsampled({"temperature": 2.0, "logit_bias": {"5": -100, 6: 0}, "seed": -1, "presence_penalty": -2}, 100)

@@ -31,7 +31,7 @@ from itemset.serving.version_rollout import Preparer
 from itemset.serving.version_watcher import Follower
 from itemset.serving.wire import Stage
 
-WORDS = Words("max_model_len", "--max-model-len", "min_tokens", "max_tokens", "--additional-config")
+WORDS = Words("max_model_len", "--max-model-len", "min_tokens", "--additional-config")
 
 
 class Processes:

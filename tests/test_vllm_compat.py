@@ -101,7 +101,15 @@ def test_a_change_of_a_hooked_function_is_found(source, problem):
 @pytest.mark.parametrize("version", ["0.31.0", "0.9.1rc1"])
 def test_an_unsupported_version_is_named(monkeypatch, version):
     monkeypatch.setattr(compat, "vllm_version", lambda: version)
-    with pytest.raises(RuntimeError, match=rf"supports vLLM 0\.32 to 0\.33, this is {version}: install"):
+    hook = hooks.Hooks(hooks.START)
+    monkeypatch.setattr(compat, "hook", hook)
+    monkeypatch.setattr(engine_config, "hook", hook)
+    plugin.register()  # as in `vllm --help`, and for other backends
+    assert StructuredOutputsConfig(backend="xgrammar").backend == "xgrammar"
+    sentence = rf"supports vLLM 0\.32 to 0\.33, this is {version}: .* by `python tests/contract.py vllm=={version}`"
+    with pytest.raises(ValueError, match=sentence):
+        StructuredOutputsConfig(backend="static")
+    with pytest.raises(RuntimeError, match=sentence):  # the name came before the plugins
         plugin.register()
 
 
@@ -123,7 +131,7 @@ def test_an_unknown_version_starts_with_the_command_that_tries_it(monkeypatch, c
         compat.install()
         compat.install()
         (said,) = [one for one in caplog.messages if version in one]
-        assert said.endswith(f"`python tests/contract.py vllm=={spoken}`")
+        assert said.endswith(f"`python tests/contract.py vllm=={spoken}` in its checkout")
     monkeypatch.setattr(compat, "BROKEN", ("1.0",))
     with pytest.raises(RuntimeError, match=r"this is 1\.0: install a supported version"):
         compat.install()
@@ -134,7 +142,7 @@ def test_a_missing_hook_is_named(monkeypatch, hook):
     monkeypatch.setattr(compat.hook, "declared", dict(compat.hook.declared))
     compat.hook(hook, why="a reason")(print)
     with pytest.raises(RuntimeError, match=rf"has no {hook.replace(':', '.')}, .* \(a reason\): install another"):
-        plugin.register()
+        compat.install(hooks.START, hooks.IMPORTED)
 
 
 def test_flags_end_up_in_vllms_own_configuration():

@@ -442,24 +442,26 @@ REASONING = {"reasoning_parser": "tiny", "reasoning_parser_plugin": str(PARSER)}
 def test_the_set_begins_behind_the_reasoning(engines, tiny_model, device, host, named_sets, path):
     config = {"device": device, "host": host}[path]
     engine = engines("v2", tiny_model, **(config | {"structured_outputs_config": {"backend": "static"} | REASONING}))
-    (end,) = engine.call(lambda llm: llm.get_tokenizer().encode("station", add_special_tokens=False))
+    begin, end = engine.call(lambda llm: [llm.get_tokenizer().get_vocab()[word] for word in ("letter", "station")])
     params, fixed = named("fixed", logit_bias={end: 6}, max_tokens=200), itemset.load(named_sets["fixed"].path)
     thoughts = 0
-    for i, output in enumerate(engine.generate([f"p {i}" for i in range(8)], params)):
+    opened = [{"prompt_token_ids": [200 + i, end, begin, 300][: 3 + i % 2]} for i in range(8)]
+    for i, output in enumerate(engine.generate(opened, params)):
         tokens = list(output.outputs[0].token_ids)
         if end not in tokens:
             assert output.outputs[0].finish_reason == "length" or tokens[-1] == EOS, i
             assert output.outputs[0].item is None
             continue
-        begin = tokens.index(end) + 1
-        thoughts += begin > 1
-        assert tuple(tokens[begin:-1]) in named_sets["fixed"].items
-        assert output.outputs[0].item == {"key": fixed.lookup([tokens[begin:-1]])[0]}
+        first = tokens.index(end) + 1
+        thoughts += first > 1
+        assert tuple(tokens[first:-1]) in named_sets["fixed"].items
+        assert output.outputs[0].item == {"key": fixed.lookup([tokens[first:-1]])[0]}
     assert thoughts >= 3
     assert path == "host" or "constraints that begin later" in engine.call(sampled)
-    # Where the prompt has ended the reasoning already, the set holds from the first token on.
-    (output,) = engine.generate([{"prompt_token_ids": [50, end]}], params)
-    assert output.outputs[0].item == {"key": fixed.lookup([answer(output)])[0]}
+    # Where the prompt opens no thought, or has ended it, the set holds from the first token on.
+    closed = [{"prompt_token_ids": ids} for ids in ([50, end], [50], [begin, 300, end, 7], [300, 301])]
+    for output in engine.generate(closed, params):
+        assert output.outputs[0].item == {"key": fixed.lookup([answer(output)])[0]}
 
 
 def test_the_log_names_the_path_and_its_reason(engines, tiny_model, device, host):

@@ -48,8 +48,8 @@ def surface():
         ({"extra_args": {"item_sets": "films"}}, "extra_args has no 'item_sets': name the set as item_set"),
         (NAMED | {"allowed_token_ids": [5]}, "allowed_token_ids is not supported with an item set"),
         (NAMED | {"bad_words": ["x"]}, "bad_words is not supported with an item set"),
-        (NAMED | {"repetition_penalty": 1e-308}, "with a repetition_penalty of 1e-308 tokens have no scores"),
-        (NAMED | {"repetition_penalty": 1e308}, "with a repetition_penalty of 1e.308 tokens have no scores"),
+        (NAMED | {"repetition_penalty": 1e-308}, "repetition_penalty cannot be 1e-308 beside an item set"),
+        (NAMED | {"repetition_penalty": 1e308}, r"repetition_penalty cannot be 1e\+308 .*: give a number of 1e-06"),
     ],
 )
 def test_a_bad_request_in_vllms_words(engine, params, message):

@@ -102,17 +102,12 @@ def test_one_batch_of_sets_and_grammars(runner, server, named_sets):
         ({"item_set": "ragged", "vllm_xargs": {"item_set": "one"}}, "name different item sets"),
         ({"item_set": "ragged", "structured_outputs": {"choice": ["a"]}}, "exclude each other"),
         ({"item_set": "ragged", "response_format": {"type": "json_object"}}, "exclude each other"),
-        ({"item_set": "ragged", "use_beam_search": True, "n": 2, "max_tokens": 3}, "is less than the longest"),
         *(
             (
                 {"item_set": "ragged", "beam_width": 4, **beams},
                 "no field beam_width: a ranked list takes use_beam_search",
             )
             for beams in ({}, {"use_beam_search": True, "n": 2})
-        ),
-        (
-            {"structured_outputs": {"choice": ["a b c d"]}, "use_beam_search": True, "max_tokens": 1},
-            "is less than the longest",
         ),
         ({"vllm_xargs": {"item_sets": "one"}}, "there is no field item_sets in vllm_xargs: name the item set"),
         ({"structured_outputs": {"item_set": "one", "regex": "a"}}, "there is no field item_set in structured_outputs"),

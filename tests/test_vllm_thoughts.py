@@ -10,6 +10,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from engine_words import CITIES
 from engines import force_asynchronous_scheduling
 from samples import CHURNED
 from test_vllm_wide_lists import ROOMY, given, prompt_of
@@ -245,13 +246,68 @@ def test_what_can_be_no_thought_is_refused(engines, tiny_model, static, extra, m
         engine.generate(["p"], SamplingParams(extra_args={"item_set": "large", **extra}))
 
 
-def test_thoughts_over_http(servers, tiny_model, named_sets):
+@pytest.fixture
+def reasoner(servers, tiny_model, named_sets):
+    """A server with a reasoning parser whose marks are two of the tiny model's ordinary tokens."""
+
+    def start() -> Any:
+        parser = Path(__file__).with_name("tiny_reasoning.py")
+        flags = ["--guided-decoding-backend", "static", "--item-set"]
+        flags += [f"{name}={named_sets[name].path}" for name in ("large", "one")]
+        flags += ["--reasoning-parser", "tiny", "--reasoning-parser-plugin", str(parser)]
+        given = ("--additional-config", json.dumps({"ranked_list_beams": 24}))
+        return servers("v2", tiny_model, arguments=(*flags, *given))
+
+    return start
+
+
+CHAT = {"messages": [{"role": "user", "content": "a film"}]}
+ITEMS: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", {"prompt": "p"}),
+    ("/v1/completions", {"prompt": ["a film", "q"], "n": 2}),
+    ("/v1/completions", {"prompt": "p", "use_beam_search": True, "n": 3}),
+    ("/v1/completions", {"prompt": "p", "draws": 3}),
+    ("/v1/chat/completions", CHAT | {"include_reasoning": False}),
+    ("/v1/chat/completions", CHAT | {"use_beam_search": True, "n": 3}),
+    ("/v1/chat/completions", CHAT | {"draws": 3}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), ITEMS)
+def test_an_item_is_the_content_with_a_reasoning_parser(reasoner, path, body):
+    """Where nothing tells of a thought, and where a list is made without one: no answer is free, none is reasoning."""
+    server = reasoner()
+    for texts in (CITIES, ["a film"], ["yes", "no", "I do not know"]):
+        asked = {"model": "tiny", "max_tokens": 30, "structured_outputs": {"choice": texts}, **body}
+        status, answer = server.post(path, asked)
+        assert status == 200, answer
+        for choice in answer["choices"]:
+            text = choice["text"] if "text" in choice else choice["message"]["content"]
+            assert texts[choice["item"]["key"]] == text
+            assert "text" in choice or choice["message"]["reasoning"] is None
+        if "use_beam_search" not in body and "draws" not in body:
+            events = [one for event in server.events(path, asked | {"stream": True}) for one in event["choices"]]
+            ends = [one for one in events if one.get("finish_reason")]
+            assert all(one["item"] is not None for one in ends)
+            assert not any(one.get("delta", {}).get("reasoning") for one in events)
+
+
+def test_a_prompt_that_opens_a_thought_is_one(reasoner):
+    """Its item comes after the thought's end, which the model is made to write."""
+    server, ends, begins = reasoner(), marker(), marker("letter")
+    for prompt in ([begins], [200, ends, begins], [begins, 300, 301]):
+        asked = {"model": "tiny", "prompt": prompt, "max_tokens": 200, "item_set": "one"}
+        _, answer = server.post("/v1/completions", asked | {"logit_bias": {str(marker()): 6}, "seed": 5})
+        (choice,) = answer["choices"]
+        assert ONE in choice["text"]
+        assert choice["item"] == {"key": 0}
+
+
+def test_thoughts_over_http(reasoner):
     """Streamed or not: the thought's text, and in the event that ends it the items. On the chat endpoint it ends where
     the model's reasoning does."""
-    parser = Path(__file__).with_name("tiny_reasoning.py")
-    flags = ("--guided-decoding-backend", "static", "--item-set", f"large={named_sets['large'].path}")
-    flags += ("--reasoning-parser", "tiny", "--reasoning-parser-plugin", str(parser))
-    server = servers("v2", tiny_model, arguments=(*flags, "--additional-config", json.dumps({"ranked_list_beams": 24})))
+    server = reasoner()
+    counted = lists_of(server)
     biased = {"model": "tiny", "max_tokens": 100, "n": 2, "seed": 5, "logit_bias": {str(marker()): 6}}
     extra = asked("large", ONE, k=4, width=16)
     status, answer = server.post("/v1/completions", biased | extra | {"prompt": "p"})
@@ -279,12 +335,18 @@ def test_thoughts_over_http(servers, tiny_model, named_sets):
     status, answer = server.post("/v1/responses", {"model": "tiny", "input": "p", **extra})
     assert status == 400
     assert "send list_after beside item_set to /v1/completions or /v1/chat/completions" in str(answer)
+    assert lists_of(server) == counted + 6
+
+
+def lists_of(server: Any) -> float:
+    """Lists that were made in one request. None was made otherwise."""
     counted = {name: value for name, value in server.figures().items() if "ranked_lists_total" in name}
-    assert counted == {'item_set:ranked_lists_total{way="one request"}': 6.0}
+    assert set(counted) <= {'item_set:ranked_lists_total{way="one request"}'}
+    return sum(counted.values())
 
 
-def marker() -> int:
+def marker(mark: str = ONE) -> int:
     from models import tiny_tokenizer
 
-    (token,) = tiny_tokenizer().encode(ONE, add_special_tokens=False)
+    (token,) = tiny_tokenizer().encode(mark, add_special_tokens=False)
     return token

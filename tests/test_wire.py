@@ -32,7 +32,7 @@ class Process:
 
     def __init__(self, config: StaticConfig) -> None:
         self.catalogue = Catalogue(config)
-        self._chosen = Chosen(self.catalogue, config, Words("", "", "", "", ""))
+        self._chosen = Chosen(self.catalogue, config, Words("", "", "", ""))
 
     def get(self, name: str = "films", **selection: Any) -> InlineSet:
         return self._chosen.get(ItemRequest(name, **selection), self.catalogue.reference(name))

@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 from vllm.logger import init_logger
 
 from itemset.serving import http_bodies, metrics
-from itemset.serving.answer_fields import THOUGHT, Expected, told_of
+from itemset.serving.answer_fields import THOUGHT, Expected, Thought, told_of
 from itemset.serving.constraint import ExpectedItems
+from itemset.serving.hooks import IMPORTED
 from itemset.serving.request_fields import LOGPROBS
+from vllm_static import compat
 from vllm_static.compat import hook
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
@@ -74,9 +76,9 @@ def new_completion_output(original: Callable[..., Any], self: Any, finish_reason
         logs, output.logprobs = (columns[::2], columns[1::2]), None
         output.cumulative_logprob = output.cumulative_logprob if expected.weighed == LOGPROBS else None
     if finish_reason is not None:
-        # By a stop string, or aborted.
-        cut = isinstance(stop_reason, str) or str(finish_reason) not in ("stop", "length")
-        tokens, stopped = self.detokenizer.output_token_ids, not cut and str(finish_reason) == "stop"
+        by_string = isinstance(stop_reason, str)
+        cut = str(finish_reason) not in ("stop", "length") or (by_string and isinstance(expected, Thought))
+        tokens, stopped = self.detokenizer.output_token_ids, not by_string and str(finish_reason) == "stop"
         told = expected.answer_fields(tokens, cut=cut, logs=logs)
         if THOUGHT in told:
             told[THOUGHT].ended.table = self.logprobs_processor.pop_prompt_token_id_logprobs()
@@ -87,6 +89,31 @@ def new_completion_output(original: Callable[..., Any], self: Any, finish_reason
         if by_output is not None:
             by_output[output.index] = told
     return output
+
+
+@hook("vllm.parser.parser_manager:ParserManager.get_parser", when=IMPORTED)
+def get_parser(original: Callable[..., Any]) -> Any:
+    """An item is an answer's content: parsers of reasoning take all for that which their mark does not end."""
+    parser = original()
+    return None if parser is None else _reading_items(parser)
+
+
+def _reading_items(parser: type[Any]) -> type[Any]:
+    """Return vLLM's Parser, but that nothing is reasoning in answers which are items from the first token on."""
+
+    class Reading(parser):
+        def parse(self, model_output: str, *args: Any, **kwargs: Any) -> Any:
+            whole = http_bodies.body().whole
+            return (None, model_output, []) if whole else super().parse(model_output, *args, **kwargs)
+
+        def parse_delta(self, delta_text: str, *args: Any, **kwargs: Any) -> Any:
+            whole = http_bodies.body().whole
+            return compat.content(delta_text) if whole else super().parse_delta(delta_text, *args, **kwargs)
+
+        def count_reasoning_tokens(self, *args: Any) -> int:
+            return 0 if http_bodies.body().whole else int(super().count_reasoning_tokens(*args))
+
+    return Reading
 
 
 class Place(NamedTuple):

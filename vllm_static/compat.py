@@ -252,7 +252,8 @@ def content_after_reasoning(
     vllm_config: Any, tokenizer: Any, request: Any
 ) -> Callable[[Sequence[int]], Sequence[int]] | None:
     """What takes the reasoning off a request's output, None where it has none: `reasoning_end_token` for the front end.
-    request: an EngineCoreRequest."""
+    request: an EngineCoreRequest. Where vLLM tells its parser nothing of it, as on /v1/completions and offline, its
+    reasoning has ended unless its prompt opens one: parsers wait for an end that no such answer needs."""
     from vllm.reasoning import ReasoningParserManager
 
     config = vllm_config.structured_outputs_config
@@ -262,7 +263,37 @@ def content_after_reasoning(
         ReasoningParserManager.import_reasoning_parser(config.reasoning_parser_plugin)  # offline nobody else has
     parser = ReasoningParserManager.get_reasoning_parser(config.reasoning_parser)
     reasoner = parser(tokenizer=tokenizer, **(request.reasoning_parser_kwargs or {}))
-    if request.reasoning_ended is None and reasoner.is_reasoning_end(request.prompt_token_ids or []):
-        return None
+    if request.reasoning_ended is None:
+        prompt = request.prompt_token_ids or []
+        untold = request.reasoning_parser_kwargs is None and not _opens_thought(reasoner, tokenizer, prompt)
+        if untold or reasoner.is_reasoning_end(prompt):
+            request.reasoning_ended = True
+            return None
     mark = reasoner.vocab.get(reasoner.reasoning_end_str)
     return reasoner.extract_content_ids if mark is None else partial(after, [mark])
+
+
+def _opens_thought(reasoner: Any, tokenizer: Any, prompt: Sequence[int]) -> bool:
+    """Whether the last mark of reasoning in a prompt begins one."""
+
+    backwards = list(prompt)[::-1]
+
+    def since(mark: str | None) -> int:
+        """Return how many tokens stand after its last occurrence; more than the prompt has without one."""
+        known = reasoner.vocab.get(mark) if mark else None
+        tokens = [known] if known is not None else tokenizer.encode(mark, add_special_tokens=False) if mark else []
+        tokens, place = tokens[::-1], -1
+        with contextlib.suppress(ValueError):
+            while tokens:
+                place = backwards.index(tokens[0], place + 1)
+                if backwards[place : place + len(tokens)] == tokens:
+                    return place
+        return len(backwards)
+
+    return since(reasoner.reasoning_start_str) < since(reasoner.reasoning_end_str)
+
+
+def content(text: str) -> Any:
+    """A part of a streamed answer that is content (entrypoints/openai/chat_completion/serving.py)."""
+    protocol = importlib.import_module("vllm.entrypoints.openai.chat_completion.serving")
+    return protocol.DeltaMessage(content=text)

@@ -1,6 +1,7 @@
 """The engine's configuration: the flags of its command line, our backend's name, the path, and the sets' versions."""
 
 import argparse
+import contextlib
 import copy
 import dataclasses
 import json
@@ -40,6 +41,7 @@ def _add_backend_name(structured: Any) -> None:
 
 def _validate(validate: Callable[[Any], Any], structured: Any) -> Any:
     if structured.backend == BACKEND:
+        hook.ask()
         compat.xgrammar_config(structured)  # which judges the other fields
         return structured
     return validate(structured)
@@ -49,7 +51,12 @@ def add_backend_name_at_import() -> None:
     """`LLM(structured_outputs_config={"backend": "static"})` checks the name before it loads the general plugins
     (entrypoints/llm.py). Imports nothing of vLLM, which is being imported."""
     module, _, name = _CONFIG.partition(":")
-    wrapt.register_post_import_hook(lambda config: _add_backend_name(getattr(config, name)), module)
+
+    def add(config: Any) -> None:
+        with contextlib.suppress(AttributeError, KeyError):  # another version: `compat.install` says so
+            _add_backend_name(getattr(config, name))
+
+    wrapt.register_post_import_hook(add, module)
 
 
 @hook("vllm.engine.arg_utils:EngineArgs.add_cli_args", always=True)

@@ -17,9 +17,11 @@ from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import ModelLimits, StaticConfig, Words
 from itemset.serving.constraint import JSON, TAG, ExpectedItems
 from itemset.serving.front_end import FrontEndBase, ListJob
+from itemset.serving.http_bodies import body
 from itemset.serving.list_runner import Lists
 from itemset.serving.request import ItemRequest
 from itemset.serving.request_fields import BEAMS, REFERENCE
+from itemset.serving.sampler_limits import PARAMETERS, refuse_unsampled
 from itemset.serving.version_watcher import Follower, Send
 from itemset.serving.wire import WIRE, EngineRequest, Tokens
 from vllm_static import compat
@@ -32,14 +34,12 @@ logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its 
 
 AFTER = 1  # of the context: a request that scores an item must sample a token; in V2 it holds the end token besides
 PATIENCE = 1.0  # seconds after which a front end checks that the engine is still there
-LEAST_PENALTY = 1e-6
-"""Of repetition: a logit divided by less may be infinite, and two of them then have no difference."""
 
 
 class FrontEnd(FrontEndBase):
     """vLLM's."""
 
-    words = Words("max_model_len", "--max-model-len", "min_tokens", "max_tokens", "--additional-config")
+    words = Words("max_model_len", "--max-model-len", "min_tokens", "--additional-config")
 
     @staticmethod
     def validate(kind: str, spec: str) -> None:
@@ -88,6 +88,7 @@ class FrontEnd(FrontEndBase):
         Returns a function of an EngineCoreRequest: what names the items of its answers. Raises RefusedError where a set
         and the other parameters leave no way to end an item.
         """
+        refuse_unsampled({name: getattr(params, name, None) for name in PARAMETERS}, self.vocab_size)
         if asked.marker:
             return self._think(asked, params, prompt_tokens)
         least = {"prompt_tokens": prompt_tokens, "min_tokens": params.min_tokens}
@@ -100,12 +101,6 @@ class FrontEnd(FrontEndBase):
                     "or register a smaller set",
                     parameter,
                 )
-        if not LEAST_PENALTY <= params.repetition_penalty <= 1 / LEAST_PENALTY:
-            raise RefusedError(
-                "repetition_penalty",
-                f"with a repetition_penalty of {params.repetition_penalty} tokens have no scores: give one near 1",
-                "repetition_penalty",
-            )
         if asked.weighed:  # in the place of the sampled tokens' log-probabilities: see `legal_mass`
             instead_of = "logprobs" if params.logprobs is not None or params.logprob_token_ids else None
             reason = compat.why_no_weights(self.vllm_config)
@@ -119,6 +114,7 @@ class FrontEnd(FrontEndBase):
         def expected(request: Any) -> Expected | ExpectedItems:
             """Called when vLLM has completed the request: whether it begins with reasoning is known last."""
             content = compat.content_after_reasoning(self.vllm_config, self._tokenizer, request)
+            body().begin(thinks=content is not None)
             stop_tokens = frozenset(request.sampling_params.all_stop_token_ids)
             return self.expected(asked, stop_tokens, content)
 
@@ -127,7 +123,7 @@ class FrontEnd(FrontEndBase):
     def _think(self, asked: ItemRequest, params: SamplingParams, prompt_tokens: int) -> Callable[[Any], Thought]:
         """Do `attach` for a thought, which leaves room for the items after it."""
         least, end_token = prompt_tokens + len(asked.marker), self._tokenizer.eos_token_id
-        job, placeholders = self.list_job(asked, end_token, prompt_tokens=least, max_tokens=None)
+        job, placeholders = self.list_job(asked, end_token, prompt_tokens=least)
         after = job.item_set.longest + AFTER + self.v2 + len(placeholders)
         room: int = self.vllm_config.model_config.max_model_len - prompt_tokens - after
         params.max_tokens = min(params.max_tokens or room, room)
@@ -146,9 +142,7 @@ class FrontEnd(FrontEndBase):
         content = compat.content_after_reasoning(self.vllm_config, self._tokenizer, begun)
         return tuple(content.args[0]) if isinstance(content, partial) else ()
 
-    def list_job(
-        self, asked: ItemRequest, end_token: int, *, prompt_tokens: int, max_tokens: int | None
-    ) -> tuple[ListJob, tuple[int, ...]]:
+    def list_job(self, asked: ItemRequest, end_token: int, *, prompt_tokens: int) -> tuple[ListJob, tuple[int, ...]]:
         """Do `begin_list`. Returns also the tokens that stand after the prompt if the draft head makes the list.
 
         Raises RefusedError also if the engine's scores are no log-probabilities, or the head has no room.
@@ -166,7 +160,7 @@ class FrontEnd(FrontEndBase):
             if self._drafting.drafts(made.reference, made.item_set, asked.ranked):
                 placeholders = self._drafting.placeholders
         after, more = AFTER + self.v2 + len(placeholders), {"placeholders": len(placeholders)}
-        job = self.begin_list(asked, end_token, prompt_tokens=prompt_tokens, max_tokens=max_tokens, after=after, **more)
+        job = self.begin_list(asked, end_token, prompt_tokens=prompt_tokens, after=after, **more)
         return job, placeholders
 
     def lists(self, client: Any) -> Lists:

@@ -47,6 +47,8 @@ class ItemSetWords(http_bodies.BodyMiddleware):
         fields = lost_fields.fields_of_route(scope, given)
         SURFACE.check(body.path, given, fields, ours=ours)
         body.stated = constraints_of(given, fields)
+        completes = isinstance(given, dict) and body.path == "/v1/completions"
+        body.unlimited = completes and given.get("max_tokens") is None
         if ours and isinstance(given, dict):
             _take_choice(given)
             stated, structured = given.get("response_format"), given.get(STRUCTURED)
@@ -139,6 +141,8 @@ def with_item_set(params: Any) -> Any:
             if body.brings_choice and getattr(params.structured_outputs, CHOICE, None) is None:
                 raise _lost_choice()
             judge(params.extra_args, params.structured_outputs, request.model_extra, k=None)  # with vLLM's constraint
+            if body.unlimited:
+                params.max_tokens = None  # in place of 16
         params = put(params, body.judged)
     elif (slate := (request.model_extra or {}).get(SLATE)) is not None:
         params.extra_args = {**(params.extra_args or {}), SLATE: slate}

@@ -19,7 +19,7 @@ from vllm.utils import random_uuid
 from itemset.ranking.scored_tree import Answer, Pass
 from itemset.ranking.search import Found, TokenScores, described
 from itemset.serving.answer_fields import THOUGHT, item_logprobs, told_of
-from itemset.serving.http_bodies import no_body
+from itemset.serving.http_bodies import body, no_body
 from itemset.serving.list_runner import AbortedError, run_together
 from itemset.serving.request import ItemRequest
 from vllm_static import compat, model_runner_v1
@@ -57,14 +57,12 @@ class RankedList:
     whole_prompt: of the one request by which the engine makes them. table: what that has made, after a thought already.
     """
 
-    def __init__(self, front_end: Any, asked: ItemRequest, params: Any, prompt: list[int], end_token: int) -> None:
-        """params: vLLM's BeamSearchParams. Raises RefusedError, or ItemSetError for an inline set's items."""
-        thought, limits = asked.ended, {"prompt_tokens": len(prompt), "max_tokens": params.max_tokens}
+    def __init__(self, front_end: Any, asked: ItemRequest, prompt: list[int], end_token: int) -> None:
+        """Raises RefusedError, or ItemSetError for an inline set's items."""
+        thought = asked.ended
         self.table = thought and thought.table
-        if thought is not None:  # whose own the limit was
-            limits["max_tokens"] = None
         begun = thought.jobs.pop() if thought is not None and thought.jobs else None
-        self.job, placeholders = begun or front_end.list_job(asked, end_token, **limits)
+        self.job, placeholders = begun or front_end.list_job(asked, end_token, prompt_tokens=len(prompt))
         self.search, self.prompt, self.whole_prompt = self.job.search, prompt, [*prompt, *placeholders]
         self._end, self._v2, self._logged = end_token, front_end.v2, bool(asked.weighed)
 
@@ -137,7 +135,7 @@ def offline(
     tokenizer = llm.get_tokenizer()
     end_token, front_end = tokenizer.eos_token_id, llm.llm_engine.input_processor.static_front_end
     asked = front_end.pinned(asked)  # all lists are of one version
-    lists = [RankedList(front_end, asked, params, list(one["prompt_token_ids"]), end_token) for one in inputs]
+    lists = [RankedList(front_end, asked, list(one["prompt_token_ids"]), end_token) for one in inputs]
     results, logs = _results(llm, front_end, lists, lora_requests, priorities)
     # All that is written out goes through the tokenizer and the set together.
     after = [[[*item.tokens, end_token] for item in best.items] for best in results]
@@ -208,8 +206,8 @@ def candidates(
     pinned = [front_end.pinned(one) for one in asked]
     prompts = [list(one["prompt_token_ids"]) for one in inputs]
     end_token = tokenizer.eos_token_id
-    given = zip(pinned, params, prompts, strict=True)
-    lists = [RankedList(front_end, request, own, prompt, end_token) for request, own, prompt in given]
+    given = zip(pinned, prompts, strict=True)
+    lists = [RankedList(front_end, request, prompt, end_token) for request, prompt in given]
     outputs = []
     for i, (best, logs) in enumerate(zip(*_results(llm, front_end, lists, **options), strict=True)):
         (entries,) = described([best], lists[i].job.item_set, lists[i].job.of_set)
@@ -309,7 +307,8 @@ async def online(
     tokenizer = client.renderer.get_tokenizer()
     front_end, tokens = client.input_processor.static_front_end, list(prompt["prompt_token_ids"])
     asked = await front_end.prepare(asked)
-    made = RankedList(front_end, asked, params, tokens, tokenizer.eos_token_id)
+    body().begin(thinks=False)
+    made = RankedList(front_end, asked, tokens, tokenizer.eos_token_id)
     lists = front_end.lists(client)
 
     async def generate(prompt: list[int], params: SamplingParams) -> Any:

@@ -16,6 +16,10 @@ def register_early() -> None:
 def register() -> None:
     """Entry point `vllm.general_plugins`: runs in every process of vLLM, more than once.
 
-    Raises RuntimeError for a vLLM version that is not supported, or that lacks one of the hooks.
+    A vLLM version that is not supported, or that lacks one of the hooks, goes on without our backend. Raises
+    RuntimeError if that is wanted.
     """
-    compat.install(START, IMPORTED)
+    try:
+        compat.install(START, IMPORTED)
+    except RuntimeError as error:
+        compat.hook.give_up(error)

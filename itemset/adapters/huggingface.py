@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
+from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
 from itemset.masking.arena import Arena, room_for
-from itemset.masking.batch import Batch
+from itemset.masking.batch import LOCAL, Batch
 from itemset.masking.slots import Slots
 from itemset.ranking.draft_head import DraftHead
+from itemset.trie.walk import END
 
 
 class ItemSetLogitsProcessor(LogitsProcessor):
@@ -26,29 +28,33 @@ class ItemSetLogitsProcessor(LogitsProcessor):
 
     The answers are those of `prefix_allowed_tokens_fn` with a function that returns the children of what has been
     generated, the stop tokens too if an item may end there, and the stop tokens alone after an item. If the set has
-    fewer items than beams, surplus beams score -inf. Nothing is kept between two steps, so beams may change places.
+    fewer items than beams, surplus beams score -inf, and `generate()` returns them all the same: `items` leaves them
+    out. No state is kept between two steps, so beams may change places.
 
-    On a CPU the walk is compiled; on an accelerator it is a kernel, and nothing is copied or waited for.
+    On a CPU the walk is compiled; on an accelerator it is a kernel, and after the first step nothing is waited for.
     """
 
     supports_continuous_batching = False
 
     def __init__(
-        self, item_set: ItemSet, *, prompt_length: int | Sequence[int], stop_tokens: int | Sequence[int]
+        self, item_set: ItemSet, *, prompt_length: int | Sequence[int], stop_tokens: int | Sequence[int] | None
     ) -> None:
         """prompt_length: columns of `input_ids` before the item, with padding; for an encoder-decoder model 1, its
         start token. One for all prompts, or one for each if the items begin in different columns. stop_tokens: the
-        model's end tokens. Raises ValueError if there is none."""
+        model's end tokens. Raises ItemSetError if there is none, or if one occurs inside an item."""
         self._item_set, self._begin = item_set, prompt_length
-        self._stops = [stop_tokens] if isinstance(stop_tokens, int) else list(stop_tokens)
+        self._stops = [stop_tokens] if isinstance(stop_tokens, int) else list(stop_tokens or ())
         if not self._stops:
-            raise ValueError("an item could never end: give the model's end-of-sequence token as stop_tokens")
+            raise ItemSetError("an item could never end: give the model's end-of-sequence token as stop_tokens")
+        if inside := item_set.occurring(self._stops):
+            raise ItemSetError(f"the stop token {inside[0]} occurs inside an item, which could never be finished")
+        self._highest, self._length = max(int(item_set.token_ids[-1]), *self._stops), -1
         self._slots: Slots | None = None
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Return the scores, [rows, vocabulary], with -inf for each token that may not follow.
 
-        input_ids: [rows, tokens so far].
+        input_ids: [rows, tokens so far]. Raises ItemSetError if that can be no item, or none is left of a prompt.
         """
         # Triton is for accelerators that it knows: on others the walk is the CPU's.
         device = scores.device if importlib.util.find_spec("triton") else torch.device("cpu")
@@ -57,11 +63,49 @@ class ItemSetLogitsProcessor(LogitsProcessor):
         numbers = torch.arange(rows, device=device)
         slots.reset(numbers)
         begins = torch.as_tensor(self._begin, device=device).view(-1)
+        self._check(rows, length, scores.shape[1])
         begin = begins.repeat_interleave(rows // len(begins))  # each prompt's beams stand together
         masked = scores.to(device, copy=True, memory_format=torch.contiguous_format)
         end = torch.full_like(numbers, length)
         slots.step(Batch(numbers, input_ids.to(device), begin, end, by_slot=False), masked)
+        first, self._length = length != self._length + 1, length
+        if first or device.type == "cpu":
+            over = slots.row_states[:rows] & LOCAL == END  # a whole item; at first also what is no beginning of one
+            wrong = first and any(
+                self._item_set.find(input_ids[i, begin[i] :].tolist()) is None for i in over.nonzero().view(-1).tolist()
+            )
+            if wrong or bool(masked.isneginf().all(1).any()):
+                raise ItemSetError(
+                    "no token is left that may follow: prompt_length is not where items begin, or another parameter "
+                    "of generate(), such as bad_words_ids, forbids what the set allows"
+                )
         return masked.to(scores.device)
+
+    def items(self, rows: Tensor, *, each: int = 1) -> list[list[list[int]]]:
+        """Return the distinct items of each prompt in what `generate()` has returned, in its order, without surplus
+        beams. each: rows of a prompt, `num_return_sequences`."""
+        found: list[list[list[int]]] = []
+        begins = [self._begin] if isinstance(self._begin, int) else list(self._begin)
+        for first in range(0, len(rows), each):
+            begin = begins[first * len(begins) // len(rows)]
+            after = [row[begin:].tolist() for row in rows[first : first + each]]
+            ends = [next((i for i, token in enumerate(row) if token in self._stops), len(row)) for row in after]
+            distinct = dict.fromkeys(tuple(row[:end]) for row, end in zip(after, ends, strict=True))
+            found.append([list(one) for one in distinct if one and self._item_set.find(one) is not None])
+        return found
+
+    def _check(self, rows: int, length: int, vocabulary: int) -> None:
+        if self._highest >= vocabulary:
+            raise ItemSetError(
+                f"the set, or its stop tokens, hold token id {self._highest}, the model's logits end at "
+                f"{vocabulary - 1}: build the set with this model's tokenizer"
+            )
+        begins = [self._begin] if isinstance(self._begin, int) else list(self._begin)
+        if rows % len(begins) or not 0 <= min(begins) <= max(begins) <= length:
+            raise ItemSetError(
+                f"prompt_length={self._begin} does not go with {rows} rows of {length} tokens: give the columns of "
+                "input_ids, one number for all prompts or one for each"
+            )
 
     def _with_room(self, rows: int, device: torch.device) -> Slots:
         if self._slots is None or len(self._slots.row_states) < rows:

@@ -191,7 +191,9 @@ class Marker:
             raise ItemSetError(f"{path}: {others[0]} beside item_set would not hold: omit it")
         types = node.get("type", "string")
         if types not in ("string", ["string"], ["string", "null"], ["null", "string"]):
-            raise ItemSetError(f"{path}: an item_set is a string: its type cannot be {shown(types)}")
+            raise ItemSetError(
+                f'{path}: an item_set is a string, its type cannot be {shown(types)}: write "type": "string"'
+            )
         constant = {"const": self._mark(self._place(node, path))}
         return {"anyOf": [constant, {"type": "null"}]} if isinstance(types, list) and len(types) > 1 else constant
 

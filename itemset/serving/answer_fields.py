@@ -38,7 +38,7 @@ class Expected:
     weighed: str = ""
 
     def answer_fields(self, tokens: Sequence[int], *, cut: bool, logs: Logs = ((), ())) -> dict[str, Any]:
-        """What an answer says: its item. cut: whether it ended before its end, by a stop string or aborted.
+        """What an answer says: its item. cut: whether it was aborted; a stop string may end an item.
 
         logs: of a weighed answer, not finite if the engine could not tell. Their difference is the logarithm of the
         legal mass, the model's probability of all tokens allowed there, and the sum of that the item's `set_weight`.

@@ -32,14 +32,13 @@ _SET = "--item-set films=films.itemset"
 class Words:
     """An engine's own terms, for messages to its users.
 
-    context, context_flag: the limit of prompt and output together. min_tokens, max_tokens: a request's limits of its
-    output. options: where the plugin's options stand.
+    context, context_flag: the limit of prompt and output together. min_tokens: a request's limit of its output.
+    options: where the plugin's options stand.
     """
 
     context: str
     context_flag: str
     min_tokens: str
-    max_tokens: str
     options: str
 
     def option(self, name: str) -> str:

@@ -140,7 +140,7 @@ class ExpectedItems:
     weighed = ""
 
     def answer_fields(self, tokens: Sequence[int], *, cut: bool, logs: Logs = ((), ())) -> dict[str, Any]:
-        """What an answer says of its items: a list, in their order. cut: whether it ended before its end."""
+        """What an answer says of its items: a list, in their order. cut: whether it was aborted."""
         tokens = tokens if self.content is None else self.content(tokens)
         holes = [
             _hole(self.vocabulary, Items(one.made.item_set), one.closers, one.place.group, one.place.begins)

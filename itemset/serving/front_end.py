@@ -54,7 +54,7 @@ class FrontEndBase:
         """Open and check the registered sets. Raises ItemSetError as `Checks` does."""
         # The engine changes its own between two uses, on other threads than ours.
         self._tokenizer = tokenizer = copy.deepcopy(tokenizer)
-        self.config, self.one_request = config, one_request
+        self.config, self.one_request, self.vocab_size = config, one_request, limits.vocab_size
         options: dict[str, Any] = {"added_tokens": added_tokens, "on_encoded": metrics.ENCODED.inc}
         self.checks = Checks(config, tokenizer, self.words, limits, **options)
         options = {"options": json_options, "validate": self.validate}
@@ -128,27 +128,18 @@ class FrontEndBase:
         return carried
 
     def begin_list(
-        self, asked: ItemRequest, end_token: int, *, prompt_tokens: int, max_tokens: int | None, after: int,
-        **options: Any,
-    ) -> ListJob:  # fmt: skip
+        self, asked: ItemRequest, end_token: int, *, prompt_tokens: int, after: int, **options: Any
+    ) -> ListJob:
         """Begin a request's ranked list or draws. Counts it.
 
         after: context tokens that must stay free after an item. options: of `OneRequest.spec`. Raises RefusedError if
-        the list may not be so long, or some items could not be scored, and as `Checks.made` does.
+        the list may not be so long, or an item has no room in the context, and as `Checks.made` does.
         """
         made, choices = self.checks.made(asked), asked.ranked or asked.drawn
         assert choices is not None
         self.checks.request(made, prompt_tokens=prompt_tokens, min_tokens=0, stop_tokens=[end_token], after=after)
         item_set = made.item_set
         search = search_for(item_set, choices, end_token=end_token, config=self.config, words=self.words)
-        if max_tokens is not None and max_tokens <= item_set.longest:
-            name = self.words.max_tokens
-            raise RefusedError(
-                "beam search",
-                f"{name}={max_tokens} is less than the longest item has with its end token: set it to at least "
-                f"{item_set.longest + 1} for {'a ranked list' if asked.ranked else 'draws'}",
-                name,
-            )
         metrics.REQUESTS.labels(metrics.label(asked.item_set or INLINE)).inc()
         spec = self.one_request.spec(asked, made.reference, search, end_token, **options)
         carried = None if spec is None else EngineRequest(made.ref, spec)

@@ -46,14 +46,14 @@ class Hook(NamedTuple):
 class Hooks:
     """The hooks into one engine, by their targets, in the order of their declaration.
 
-    chosen: whether an engine of this process has taken our backend.
+    chosen: whether an engine of this process has taken our backend. asked: whether one wants it. refusal: why none can.
     """
 
     def __init__(self, when: str, put: Callable[[str, Callable[..., Any]], None] | None = None) -> None:
         """when: the time at which a hook is installed, unless it names another. put: puts it in place, as `wrap` does,
         by the engine's own registry of hooks."""
         self.declared: dict[str, Hook] = {}
-        self.chosen, self._put = False, put
+        self.chosen, self.asked, self.refusal, self._put = False, False, "", put
         self._when, self._wrapped, self._failed = when, set[str](), set[str]()
 
     def __call__(
@@ -78,14 +78,34 @@ class Hooks:
         return declare
 
     def choose(self, ours: bool) -> bool:
-        """Let all hooks of this process run from now on if an engine takes our backend. Returns whether it does."""
+        """Let all hooks of this process run from now on if an engine takes our backend. Returns whether it does.
+
+        Raises ItemSetError if it does and cannot.
+        """
+        if ours:
+            self.ask()
         self.chosen = self.chosen or ours
         return ours
+
+    def ask(self) -> None:
+        """Note that somebody wants our backend. Raises ItemSetError if an engine cannot take it."""
+        self.asked = True
+        if self.refusal:
+            raise ItemSetError(self.refusal)
+
+    def give_up(self, error: RuntimeError) -> None:
+        """Leave the engine to other backends, with a warning. Raises the error if somebody wants ours."""
+        if self.asked:
+            raise error
+        if not self.refusal:
+            logger.warning("static-backend is not active: %s", error)
+        self.refusal = self.refusal or str(error)
 
     def install(self, engine: str, *times: str) -> None:
         """Check and wrap the hooks of these times: now, or for `IMPORTED` once their module is imported.
 
-        engine: its name and version. Raises RuntimeError for a hook that the engine lacks; so does each later import.
+        engine: its name and version. Raises RuntimeError for a hook that the engine lacks; so does each later import if
+        somebody wants our backend.
         """
         for hook in self.declared.values():
             if hook.when == IMPORTED and IMPORTED in times:
@@ -97,8 +117,9 @@ class Hooks:
         try:
             self._install(hook, engine)
         except RuntimeError as error:
-            sys.meta_path.insert(0, _Refusal(module.__name__, error))  # wrapt calls a hook at one import alone
-            raise
+            if self.asked:
+                sys.meta_path.insert(0, _Refusal(module.__name__, error))  # wrapt calls a hook at one import alone
+            self.give_up(error)
 
     def _install(self, hook: Hook, engine: str) -> None:
         try:
@@ -216,8 +237,13 @@ def absent(takes: Container[str], ours: Callable[..., Any]) -> list[str]:
 def _lacking(hook: Hook, engine: str, what: str) -> RuntimeError:
     return RuntimeError(
         f"{engine} has no {hook.target.replace(':', '.')}{what}, which static-backend needs ({hook.why}): install "
-        f"another version of {engine.split()[0]}, or uninstall static-backend"
+        f"another version of {engine.split()[0]}, choose another backend, or see what differs by "
+        f"{_trial(*engine.split(maxsplit=1))}"
     )
+
+
+def _trial(engine: str, installed: str) -> str:
+    return f"`python tests/contract.py {engine.lower()}=={installed.partition('+')[0]}` in its checkout"
 
 
 def require(base: type, ours: type) -> None:
@@ -238,13 +264,13 @@ def check_version(
     spans = " to ".join(".".join(map(str, version)) for version in supported)
     if version < first or installed in broken:
         raise RuntimeError(
-            f"static-backend supports {engine} {spans}, this is {installed}: install a supported version, or uninstall "
-            "static-backend"
+            f"static-backend supports {engine} {spans}, this is {installed}: install a supported version, choose "
+            f"another backend, or try this one by {_trial(engine, installed)}"
         )
     if version > last:
         _warn(
-            f"static-backend has been tried with {engine} {spans}, not with {installed}: its checkout tries it by "
-            f"`python tests/contract.py {engine.lower()}=={installed.partition('+')[0]}`"
+            f"static-backend has been tried with {engine} {spans}, not with {installed}: try it by "
+            f"{_trial(engine, installed)}"
         )
 
 

@@ -37,7 +37,9 @@ class Body:
     stated: its constraints in which sets may stand, kinds and texts. fields: those of ours that the engine's parser
     would drop. brings_choice: whether it has an inline list. made: of it before its answer begins, held meanwhile.
     request: the engine's object of it. judged: what it asks of item sets. prompts: that were handed to the engine.
-    items: what answers say of items, by prompt and answer. each: answers that a streamed prompt has.
+    unlimited: whether it gives no limit of tokens, so that an item's own end is that.
+    items: what answers say of items, by prompt and answer. each: answers that a streamed prompt has. whole: whether its
+    answers are items from their first token on; None until that is known.
     """
 
     path: str = ""
@@ -48,8 +50,14 @@ class Body:
     request: Any = None
     judged: Any = None
     prompts: int = 0
+    unlimited: bool = False
     items: dict[tuple[int, int], dict[str, Any]] = field(default_factory=dict)
     each: int = 1 << 30
+    whole: bool | None = None
+
+    def begin(self, *, thinks: bool) -> None:
+        """Note whether a prompt's answers begin with reasoning. The engine's parsers may take any answer for that."""
+        self.whole = self.whole is not False and not thinks
 
     def numbered(self, *, whole: bool) -> dict[int, dict[str, Any]]:
         """What answers say of items, by the number of their choice. whole: of a body that is no stream, whose choices

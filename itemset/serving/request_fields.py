@@ -30,6 +30,7 @@ SHARED = ("width", "max_passes")
 IMPORTANCE = "importance"
 """Of `draw`, the value that is not the default."""
 MOST_CANDIDATES = 64
+LEAST_TEMPERATURE = 1e-6  # of draws: float32 holds an item's log-probability over it, and some digits
 RACE_BEAMS, FEWEST_BEAMS = 16, 4  # of a race with replacement: by default, and as many as it takes at least
 WEIGHT = "return_set_weight"
 """Asks a sampled answer for the probability of its set along the way: see `itemset.serving.answer_fields.Expected`."""
@@ -213,10 +214,10 @@ class DrawOptions(_Options, frozen=True):
         """Raises RefusedError for a value of another type, or none that can be drawn with."""
         super().__post_init__()
         given = self.temperature
-        if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given <= 1:
+        if isinstance(given, bool) or not isinstance(given, int | float) or not LEAST_TEMPERATURE <= given <= 1:
             raise RefusedError(
                 "draws",
-                f"temperature must be more than 0 and at most 1 for draws, not {shown(given)}: it is one over items, "
+                f"temperature must be {LEAST_TEMPERATURE:g} to 1 for draws, not {shown(given)}: it is one over items, "
                 "of weights p^(1/temperature), which can be drawn exactly up to 1; for the most likely items ask for a "
                 "ranked list",
                 "temperature",

@@ -16,6 +16,7 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang_engines import environment
 
+from itemset.serving import hooks
 from sglang_static import compat, engine_config, plugin
 
 
@@ -32,8 +33,14 @@ def test_every_hook_takes_what_runs_around_it():
 @pytest.mark.parametrize("version", ["0.5.22", "0.4.0"])
 def test_an_unsupported_version_is_named(monkeypatch, version):
     monkeypatch.setattr(compat, "sglang_version", lambda: version)
-    with pytest.raises(RuntimeError, match=rf"supports SGLang 0\.5\.23 to 0\.5\.23, this is {version}: install"):
-        plugin.register()
+    monkeypatch.setattr(compat, "hook", hooks.Hooks(hooks.IMPORTED))
+    monkeypatch.delenv(compat.VARIABLE, raising=False)
+    plugin.register()  # for other backends
+    assert f"supports SGLang 0.5.23 to 0.5.23, this is {version}: install" in compat.hook.refusal
+    for words in ("--grammar-backend static", "--grammar-backend=static", "--guided-decoding-backend static"):
+        monkeypatch.setattr(sys, "argv", ["launch_server", *words.split()])
+        with pytest.raises(SystemExit, match=rf"this is {version}: .* `python tests/contract.py sglang=={version}`"):
+            plugin.register()
 
 
 def test_the_supported_versions_have_passed_the_contract():
@@ -50,16 +57,20 @@ def test_a_process_of_an_engine_that_has_our_backend_does_not_go_on_without_it(m
 
 
 def test_a_missing_hook_ends_the_process_that_would_have_needed_it():
-    """Nothing is masked in silence: the import of the module fails."""
+    """Nothing is masked in silence: the import of the module fails. Other backends hear of it, and go on."""
     code = """if True:
         from sglang_static import compat, engine_config, plugin
         compat.hook("sglang.srt.server_args:ServerArgs.gone", why="a reason")(print)
         plugin.register()
         import sglang.srt.server_args
     """
-    ended = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True)
-    assert ended.returncode
-    assert "SGLang 0.5.23 has no sglang.srt.server_args.ServerArgs.gone, which static-backend needs (a" in ended.stderr
+    for wanted, ends in (({compat.VARIABLE: "{}"}, True), ({}, False)):
+        given = {"env": environment() | wanted, "capture_output": True, "text": True}
+        ended = subprocess.run([sys.executable, "-c", code], **given)
+        assert bool(ended.returncode) is ends
+        assert (
+            "SGLang 0.5.23 has no sglang.srt.server_args.ServerArgs.gone, which static-backend needs (a" in ended.stderr
+        )
 
 
 def test_flags_become_options(monkeypatch):

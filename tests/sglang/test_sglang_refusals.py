@@ -42,7 +42,6 @@ def surface():
     [
         (named("ragged") | {"choice": ["a"]}, "item_set, choice and other constraints .* exclude each other"),
         (named("ragged", regex="a"), "item_set, choice and regex .* exclude each other"),
-        (named("one", beam_width=2, max_new_tokens=4), "less than the longest item has with its end token: set it to"),
         (named("one", beam_width=2, exact=1), "exact must be true or false, not 1"),
         (named("one", beam_width=2, max_passes=0), "max_passes must be a number of forward passes, at least 1, not 0"),
         (named("ragged", beam_width=2, max_passes=1), "no item was found before the limit"),

@@ -6,6 +6,7 @@ import http.client
 import json
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import lost_words
 import pytest
@@ -165,6 +166,48 @@ def test_a_bad_selection_on_sglangs_own_endpoint(server, body, message):
             check_refused(server, "/generate", {"text": "p", **fields, **stream}, message.partition(":")[0])
 
 
+LISTED = {"beam_width": 3, "item_set": "ragged", "max_new_tokens": 20}
+DRAWN = {"draws": 2, "item_set": "ragged"}
+ODD_PROMPTS: list[tuple[dict[str, Any], str]] = [
+    ({}, "need a prompt: give text, or input_ids"),
+    ({"text": []}, "a prompt: give text, or input_ids"),
+    ({"input_ids": [[]]}, "a prompt: give text, or input_ids"),
+    ({"input_ids": [[7], []]}, "a prompt: give text, or input_ids"),
+    ({"text": [], "lora_path": []}, "a prompt: give text, or input_ids"),
+    ({"input_embeds": [[0.5] * 64]}, "need a prompt: give text, or input_ids"),
+    ({"text": ["p", "q", "r"], "lora_path": ["a"]}, "lora_path is a list of 1, and there are 3 prompts"),
+    ({"text": "p", "lora_path": ["a"]}, "lora_path of one prompt is no list"),
+    ({"text": "p", "return_hidden_states": True}, "would ignore return_hidden_states: omit it"),
+    ({"text": "p", "session_params": {"id": "a"}}, "would ignore session_params: omit it"),
+    ({"text": "p", "image_data": ["a.png"]}, "would ignore image_data: omit it"),
+]
+
+
+@pytest.mark.parametrize(("body", "message"), ODD_PROMPTS)
+def test_prompts_that_cannot_be_are_refused(server, named_sets, body, message):
+    """Of lists, draws, answers and streams alike, but for what answers have and lists have not."""
+    stream = {"stream": True}
+    for params, more in ((LISTED, {}), (DRAWN, {}), ({"item_set": "ragged"}, {}), ({"item_set": "ragged"}, stream)):
+        listed = params in (LISTED, DRAWN)
+        if listed or not ("ignore" in message or "input_embeds" in body):
+            check_refused(server, "/generate", body | more | {"sampling_params": params}, message if listed else "")
+    lives(server, named_sets)
+
+
+@pytest.mark.parametrize("params", [LISTED, DRAWN, {"item_set": "ragged"}])
+def test_parameters_that_are_not_those_of_the_prompts_are_refused(server, named_sets, params):
+    for prompts in (["p", "q"], [[7, 8], [9]], ["p"] * 5):
+        body = {"text" if isinstance(prompts[0], str) else "input_ids": prompts}
+        for count in (1, 3):
+            message = f"sampling_params is a list of {count}, and there are {len(prompts)} prompts: give one for each"
+            check_refused(server, "/generate", body | {"sampling_params": [params] * count}, message)
+    check_refused(
+        server, "/generate", {"text": "p", "sampling_params": [params]}, "sampling_params of one prompt is no"
+    )
+    check_refused(server, "/generate", {"text": ["p"], "sampling_params": [], "item_set": "ragged"}, "a list of 0")
+    lives(server, named_sets)
+
+
 def test_answers_of_generate_name_their_items_key(server, named_sets):
     ragged = itemset.load(named_sets["ragged"].path)
     asked = {"text": ["p", "q"], "sampling_params": {"n": 2}, "item_set": "ragged"}
@@ -228,3 +271,28 @@ def test_another_backend_refuses_item_sets(tiny_model, servers):
         status, answer = server.post(path, body)
         assert status == 400, answer
         assert "this engine has no item sets: start it with --grammar-backend static" in json.dumps(answer)
+
+
+@pytest.mark.parametrize("parser", ["deepseek-r1", "qwen3"])
+def test_an_item_is_the_content_with_a_reasoning_parser(servers, tiny_model, parser):
+    """Of parsers that take all for reasoning, and that do so only after a mark. Nobody asks the model to think."""
+    server = servers(tiny_model, arguments=("--grammar-backend", "static"), reasoning_parser=parser)
+    chat: dict[str, Any] = {"messages": MESSAGES}
+    quiet = chat | {"chat_template_kwargs": {"enable_thinking": False, "thinking": False}}
+    bodies = [("/v1/completions", {"prompt": "p"}), ("/v1/completions", {"prompt": "p", "stream": True})]
+    for more in ({"use_beam_search": True, "n": 2}, {"draws": 3}, {} if parser == "qwen3" else {"draws": 1}):
+        bodies += [("/v1/completions", {"prompt": "p"} | more), ("/v1/chat/completions", quiet | more)]
+        bodies += [("/v1/chat/completions", chat | more)] if more else []
+    for texts in (COLOURS, ["one film", "another"], ["yes", "no"]):
+        for path, body in bodies:
+            given = {"model": "tiny", "max_tokens": 20, "choice": texts} | body
+            if "stream" in body:
+                said = "".join(event["choices"][0]["text"] for event in server.events(path, given))
+                assert said in texts
+                continue
+            status, answer = server.post(path, given)
+            assert status == 200, answer
+            for choice in answer["choices"]:
+                text = choice["text"] if "text" in choice else choice["message"]["content"]
+                assert texts[choice["item"]["key"]] == text, (path, body)
+                assert "text" in choice or not choice["message"].get("reasoning_content")

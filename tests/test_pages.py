@@ -40,9 +40,9 @@ PROGRAMS = {  # commands whose words are tried, and where
     ),
     "test_sglang_compat.py": ("python3 -m sglang.launch_server", "--device"),
 }
-NOT_HERE = (  # of other packages, or they change the machine
+NOT_HERE = (  # of other packages, they want a GPU (test_gpu_script tries these), or they change the machine
     "apt-get install", "export", "source", "pip install", "docker build", "kubectl", "python serve_films.py",
-    "python -m sglang_router.launch_router",
+    "python -m sglang_router.launch_router", "python3.12 benchmarks/gpu_pack.py", "bash benchmarks/gpu.sh",
 )  # fmt: skip
 
 

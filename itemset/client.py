@@ -95,7 +95,7 @@ def choose(client: "OpenAI", item_set: Sets, prompt: Prompt, **options: Any) -> 
 @overload
 def choose(client: "AsyncOpenAI", item_set: Sets, prompt: Prompt, **options: Any) -> Awaitable[Item]: ...
 def choose(client: Any, item_set: Sets, prompt: Prompt, *, n: int | None = None, **options: Any) -> Any:
-    """Return one item, sampled token by token inside the set: `Item`; with `n` a list of so many, each for itself.
+    """Return one item, sampled token by token inside the set: `Item`; with `n` a list of n, each sampled for itself.
 
     options: as of `rank`, and `temperature`, ... Raises ValueError if `max_tokens` or a stop string has cut an answer.
     """

@@ -33,7 +33,7 @@ def test_a_pause_changes_no_list(static, overlap):
 
 
 def paused(engine: Any, asked: list[tuple[list[int], dict[str, Any]]], mode: str, times: int) -> Any:
-    """The answers to requests at the same time, during which the engine is paused so many times; and the kinds of those
+    """The answers to requests at the same time, during which the engine is paused several times; and the kinds of those
     that it took back meanwhile."""
     from sglang.srt.managers import io_struct as ask_for
 

@@ -220,7 +220,7 @@ def switched(
     sets.child_sampling = children
     backend._device = None if host else before[2]
     if sets.lists is not None:
-        sets.lists.graphs = ListGraphs(sets.lists, sets.lists._runner) if graphs else None
+        sets.lists.graphs = ListGraphs(sets.lists._runner, sets.lists._first_block) if graphs else None
     try:
         yield
     finally:

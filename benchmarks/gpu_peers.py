@@ -8,8 +8,6 @@ captured in a CUDA graph.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
-import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import ModuleType
@@ -161,16 +159,7 @@ def allowed_by(bitmask: Tensor, vocabulary: int) -> Tensor:
 
 def xgrammar_apply() -> Apply | None:
     """xgrammar's own way to apply a bitmask, None where it is not installed. Its default on CUDA is a Triton kernel on
-    the current stream that allocates nothing and reads nothing back, so that it can be captured.
-
-    XGRAMMAR_KERNEL may name the one file of xgrammar's that holds it, on a machine without the package."""
-    if path := os.environ.get("XGRAMMAR_KERNEL"):
-        spec = importlib.util.spec_from_file_location("xgrammar_kernel", path)
-        assert spec is not None
-        assert spec.loader is not None
-        spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
-        carried: Apply = module.apply_token_bitmask_inplace_triton
-        return carried
+    the current stream that allocates nothing and reads nothing back, so that it can be captured."""
     try:
         from xgrammar import apply_token_bitmask_inplace
     except ImportError:

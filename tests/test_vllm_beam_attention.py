@@ -230,7 +230,7 @@ def by_graphs(
 
         return replay
 
-    given = {"narrow": False, "graphs": ListGraphs(lists, runner_of(llm), record)}
+    given = {"narrow": False, "graphs": ListGraphs(runner_of(llm), lists._first_block, record)}
     with mock.patch.multiple(lists, **given, _rows_a_step=most_rows or lists._rows_a_step):
         found = [inside(llm, name, 4, 3, renormalised, [length])[0] for length in lengths]
     return found, recorded, replayed

@@ -7,18 +7,12 @@ lies in buffers. One list at a time; what is not one list of one step runs as ev
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.logger import init_logger
 
 from vllm_static.beam_kv import BeamKV, Prompt
-
-if TYPE_CHECKING:
-    from vllm_static.step_lists import Asked, WideLists
-
-logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
 
 MOST = 16  # kinds of lists that are known at a time: what was used longest ago makes room
 Program = Callable[[], Tensor]
@@ -49,7 +43,8 @@ def result_of(passes: Generator[int, None, Tensor]) -> Tensor:
 
 @dataclass
 class Recorded:
-    """A list as a graph. states, lengths and table are its inputs; plan, alphabet: what it was recorded for."""
+    """A list as a graph. states, and what kv has of its prompt, are its inputs; plan, alphabet: what it was recorded
+    for."""
 
     states: Tensor
     kv: BeamKV
@@ -59,26 +54,24 @@ class Recorded:
 
 
 class ListGraphs:
-    """The recorded lists of a worker.
+    """The recorded lists of a worker. A list is an `Asked` of `step_lists`.
 
-    record: makes a replay of a program; a CPU's tests only run it again.
+    first_block: as of `BeamKV`. record: makes a replay of a program; a CPU's tests only run it again.
     """
 
-    def __init__(
-        self, lists: "WideLists", runner: Any, record: Callable[[Program, Any], Program] = record_cuda
-    ) -> None:
-        self._lists, self._runner, self._record = lists, runner, record
+    def __init__(self, runner: Any, first_block: int, record: Callable[[Program, Any], Program] = record_cuda) -> None:
+        self._runner, self._first_block, self._record = runner, first_block, record
         self._pool = torch.cuda.graph_pool_handle() if runner.device.type == "cuda" else None
         self._seen = dict[Any, Recorded | None]()  # by kind; None of one that was made once
 
-    def _blocks(self, one: "Asked") -> int:
+    def _blocks(self, one: Any) -> int:
         """Return the blocks of a prompt's bucket: a power of 2."""
         (block,) = self._runner.block_tables.block_sizes
         most: int = self._runner.block_tables.block_tables[0].gpu.shape[1]
         blocks = -(-one.prompt.tokens // block)
         return min(most, 1 << int(blocks - 1).bit_length())
 
-    def takes(self, group: "list[Asked]", rows: int, most: int) -> bool:
+    def takes(self, group: list[Any], rows: int, most: int) -> bool:
         """Return whether a list is made by a replay, or recorded. rows: of all its passes; most: of a step."""
         runner = self._runner
         alone = len(group) == 1 and not group[0].spec.races and rows <= most
@@ -90,9 +83,10 @@ class ListGraphs:
         self._keep(kind, None)
         return False
 
-    def make(self, one: "Asked", make: Callable[..., Generator[int, None, Tensor]], alphabet: Any) -> Tensor:
-        """Return a list's table. make: as of `WideLists`. alphabet: the narrow head's, by which scores are made."""
-        kind, plan = (one.kind, self._blocks(one)), self._lists.plan_of(one)
+    def make(self, one: Any, make: Callable[..., Generator[int, None, Tensor]], plan: Any, alphabet: Any) -> Tensor:
+        """Return a list's table. make: as of `WideLists`. plan: of its set's levels. alphabet: the narrow head's, by
+        which scores are made."""
+        kind = (one.kind, self._blocks(one))
         recorded = self._seen.pop(kind, None)
         if recorded is None or recorded.plan is not plan or recorded.alphabet is not alphabet:
             recorded = self._recorded(one, make, plan, alphabet)
@@ -107,17 +101,17 @@ class ListGraphs:
         while len(self._seen) > MOST:
             del self._seen[next(iter(self._seen))]
 
-    def _fill(self, recorded: Recorded, one: "Asked") -> None:
+    def _fill(self, recorded: Recorded, one: Any) -> None:
         assert one.states is not None
         recorded.states.copy_(one.states)
         recorded.kv.move_to(one.prompt)
 
-    def _recorded(self, one: "Asked", make: Any, plan: Any, alphabet: Any) -> Recorded:
+    def _recorded(self, one: Any, make: Any, plan: Any, alphabet: Any) -> Recorded:
         assert one.states is not None
         states, device = one.states.clone(), self._runner.device
         (block,) = self._runner.block_tables.block_sizes
         prompt = Prompt(one.prompt.request, one.prompt.slot, self._blocks(one) * block)  # as long as the bucket
-        kv = BeamKV(self._runner, [prompt], self._lists.first_block, recorded=True)
+        kv = BeamKV(self._runner, [prompt], self._first_block, recorded=True)
         again = one._replace(states=states, prompt=prompt)
         kv.move_to(one.prompt)
 

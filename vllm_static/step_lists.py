@@ -21,7 +21,6 @@ from itemset.ranking.lockstep import Lockstep, rows_of_passes
 from itemset.ranking.search import width_at
 from itemset.serving.config import StaticConfig
 from itemset.serving.wire import HEAD, REASONS, EngineRequest, ListSpec, NoList
-from itemset.trie.levels import LevelPlan
 from vllm_static.beam_forward import MOST_LOGITS, run_logits, states_after, use_adapters
 from vllm_static.beam_kv import BeamKV, Prompt, to_device
 from vllm_static.list_graphs import ListGraphs
@@ -114,13 +113,13 @@ class WideLists:
     def __init__(self, runner: Any, room: Room) -> None:
         """room: its blocks are the KV cache's last ones."""
         self._runner, self._room = runner, room
-        self.first_block = runner.kv_cache_config.num_blocks - room.blocks
+        self._first_block = runner.kv_cache_config.num_blocks - room.blocks
         self._entries = room.blocks * runner.block_tables.block_sizes[0]
         self._sets: ItemSetProcessor = item_sets(runner)
         config = StaticConfig.of(runner.vllm_config.additional_config)
         self._rows_a_step = config.max_list_rows_per_step or runner.max_num_tokens
         recorded = config.item_set_list_graphs == "on" and runner.device.type == "cuda"
-        self.graphs = ListGraphs(self, runner) if recorded else None
+        self.graphs = ListGraphs(runner, self._first_block) if recorded else None
         self.asked, self.begun = dict[int, Asked](), dict[int, Asked]()
         self._making: list[Making] = []  # in turn: the entries are the first one's
         self.narrow = runner.device.type == "cpu"
@@ -223,9 +222,9 @@ class WideLists:
             made = self._draft(group)
         elif self.graphs is not None and self._is_recorded(group):
             yield self._passes(group[0]).rows
-            spec = group[0].spec
-            alphabet = self._sets.narrow.of_list(self._key(group[0])) if spec.renormalised else None
-            made = self.graphs.make(group[0], self._make, alphabet)
+            (one,) = group
+            alphabet = self._sets.narrow.of_list(self._key(one)) if one.spec.renormalised else None
+            made = self.graphs.make(one, self._make, self._sets.arena.level_plan(one.number), alphabet)
         else:
             made = yield from self._make(group)
         for one, table in zip(group, made, strict=True):
@@ -237,10 +236,6 @@ class WideLists:
         passes = self._passes(group[0])
         at_once = not self.narrow and passes.tokens <= min(self._most_logits, self._runner.max_num_tokens)
         return at_once and self.graphs.takes(group, passes.rows, self._rows_a_step)
-
-    def plan_of(self, one: Asked) -> LevelPlan:
-        """Return the level plan of a list's set."""
-        return self._sets.arena.level_plan(one.number)
 
     def _grouped(self, lists: Sequence[Asked]) -> Iterator[list[Asked]]:
         """Lists to be made together: alike, and no more than fit."""
@@ -334,7 +329,7 @@ class WideLists:
         options |= {"renormalised": spec.renormalised, "kernels": self._sets.kernels}
         beams = (Lockstep if passes.stepwise else Beams)(arena, [one.number] * len(group), plan, **options)
         prompts = [other.prompt for other in group]
-        kv = kv or BeamKV(runner, prompts, self.first_block)
+        kv = kv or BeamKV(runner, prompts, self._first_block)
         self._round(beams, group, _states(group))
         while True:
             if self.narrow:

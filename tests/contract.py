@@ -175,7 +175,7 @@ def tried(engine: str, release: str | None, pytest_arguments: list[str], engines
     here = installed_version(engine)
     version = release.partition("==")[2] if release else here
     around = hooked_names.hooks_of(engine)
-    wrapped = {target for target, function in around.items() if function is not None}
+    wrapped = {target for target, functions in around.items() if functions}
     folder, before = unpacked(release) if release else None, hooked_names.installed(engine)
     after = hooked_names.folder(folder) if folder else before
     print(f"{engine} {version}, by the side of {here}, which is installed")

@@ -16,7 +16,7 @@ import json
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,11 +32,13 @@ KEYWORD = inspect.Parameter.KEYWORD_ONLY
 FOLDED = (ast.If, ast.Try, ast.With)  # statements whose body belongs to the module or class around them
 
 
-def hooks_of(engine: str) -> dict[str, Callable[..., Any] | None]:
-    """What runs around each hook of the plugin for "vllm" or "sglang"; None if it is extended, not wrapped."""
+def hooks_of(engine: str) -> dict[str, list[Callable[..., Any]]]:
+    """What runs around each function that the plugin for "vllm" or "sglang" hooks; nothing if it is extended."""
     importlib.import_module(f"{engine}_static.plugin")
-    declared = importlib.import_module(f"{engine}_static.compat").hook.declared.values()
-    return {hook.target: None if hook.extends else hook.ours for hook in declared}
+    around: dict[str, list[Callable[..., Any]]] = {}
+    for hook in importlib.import_module(f"{engine}_static.compat").hook.declared:
+        around.setdefault(hook.target, []).extend([] if hook.extends else [hook.ours])
+    return around
 
 
 def documented(engine: str) -> str:
@@ -47,9 +49,9 @@ def documented(engine: str) -> str:
 def table(hook: hooks.Hooks) -> str:
     """A Markdown table for each time: what is hooked, and why. A star: whatever backend is chosen."""
     lines = []
-    for when in sorted({one.when for one in hook.declared.values()}):
+    for when in sorted({one.when for one in hook.declared}):
         lines += [f"{when}:", "", "| hook | why |", "|---|---|"]
-        for _, one in sorted(hook.declared.items()):  # whoever was imported first
+        for one in sorted(hook.declared, key=lambda one: (one.target, one.order)):  # whoever was imported first
             if one.when == when:
                 lines.append(f"| `{one.target}`{' *' if one.always or one.extends else ''} | {one.why} |")
         lines.append("")
@@ -66,17 +68,17 @@ def write_tables() -> None:
             PAGE.write_text("".join((before, head, "\n", table(hook), *after.partition("\n## ")[1:])))
 
 
-def problems(read: Read, around: Mapping[str, Callable[..., Any] | None]) -> list[str]:
+def problems(read: Read, around: Mapping[str, Sequence[Callable[..., Any]]]) -> list[str]:
     """A sentence for each hook that these sources lack, or that takes other arguments."""
     found = []
-    for hook, function in around.items():
+    for hook, functions in around.items():
         module, _, path = hook.partition(":")
         node = find(read, module, path.split("."))
-        if node is None or (function is not None and isinstance(node, ast.Assign)):
+        if node is None or (functions and isinstance(node, ast.Assign)):
             found.append(f"{hook} is missing")
-        elif function is not None:
+        elif functions:
             if isinstance(node, Function):
-                found += [f"{hook} {what}" for what in mismatches(node, function)]
+                found += [f"{hook} {what}" for function in functions for what in mismatches(node, function)]
             else:
                 found.append(f"{hook} is no function")
     return found
@@ -119,7 +121,7 @@ def mismatches(node: Function, around: Callable[..., Any]) -> Iterator[str]:
 def lossy(hook: hooks.Hooks) -> list[str]:
     """The hooks that lose an argument of a later version, or the answer, while another backend is chosen."""
     lost = []
-    for one in hook.declared.values():
+    for one in hook.declared:
         if not one.extends:
             takes = dict.fromkeys([each.name for each in hooks.read(one.ours)], inspect.Parameter("any", KEYWORD))
             given = {name: object() for name in takes} | {"of_a_later_version": object()}

@@ -71,6 +71,20 @@ def test_every_kind_of_function_is_wrapped_once_its_module_is_imported(module):
     assert engine.plain(1) == ["ours", 1]
 
 
+def test_several_stand_around_one_function_in_their_order(module):
+    hook = chosen(IMPORTED)
+    for order, name in ((1, "inside"), (-1, "outside"), (0, "between")):
+
+        @hook(f"{module}:A.method", why="a reason", order=order)
+        def around(original, a, name=name):
+            return [name, *original(a=[name, a])]
+
+    hook.install("Engine 1.0", IMPORTED)
+    hook.install("Engine 1.0", IMPORTED)
+    a = importlib.import_module(module).A()
+    assert a.method(1) == ["outside", "between", "inside", a, ["inside", ["between", ["outside", 1]]]]
+
+
 NEWER = """
 class A:
     def method(self, a, b=2, *, c=3, **more): return {"a": a, "b": b, "c": c, **more}
@@ -205,13 +219,16 @@ def test_a_function_is_hooked_by_one_declaration_which_the_table_shows():
         """The docstring says
         why."""
 
-    with pytest.raises(ValueError, match="two hooks into m:f"):
-        hook("m:f", why="a third")(around)
+    hook("m:f", why="a third", order=1)(around)
+    for again in ({}, {"order": 1}, {"order": 2, "when": "In workers"}):
+        with pytest.raises(ValueError, match="two hooks into m:f: give them one time, and an order each"):
+            hook("m:f", why="a fourth", **again)(around)
     assert [line for line in hooked_names.table(hook).splitlines() if line] == [
         "Checked at start-up:",
         "| hook | why |",
         "|---|---|",
         "| `m:f` | a reason |",
+        "| `m:f` | a third |",
         "| `m:g` | a reason |",
         "In workers:",
         "| hook | why |",

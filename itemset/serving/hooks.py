@@ -6,6 +6,7 @@
 
 Nothing is wrapped before `install`, and no hook runs before an engine of this process has chosen our backend. A hook
 names the arguments that it reads, in any order, and `original` passes on all of them, also those of a later version.
+Several may stand around one function, each for a feature of its own: `original` of one calls the next one inside.
 A hook that runs although another backend is chosen may refuse a request, by ItemSetError. If it fails otherwise, that
 is logged once, and the engine's own function counts.
 """
@@ -39,12 +40,13 @@ class Hook(NamedTuple):
     why: str
     ours: Callable[..., Any]
     when: str
+    order: int
     always: bool
     extends: bool
 
 
 class Hooks:
-    """The hooks into one engine, by their targets, in the order of their declaration.
+    """The hooks into one engine, in the order of their declaration.
 
     chosen: whether an engine of this process has taken our backend. asked: whether one wants it. refusal: why none can.
     """
@@ -52,27 +54,29 @@ class Hooks:
     def __init__(self, when: str, put: Callable[[str, Callable[..., Any]], None] | None = None) -> None:
         """when: the time at which a hook is installed, unless it names another. put: puts it in place, as `wrap` does,
         by the engine's own registry of hooks."""
-        self.declared: dict[str, Hook] = {}
+        self.declared: list[Hook] = []
         self.chosen, self.asked, self.refusal, self._put = False, False, "", put
-        self._when, self._wrapped, self._failed = when, set[str](), set[str]()
+        self._when, self._wrapped, self._failed = when, set[Hook](), set[Hook]()
 
     def __call__(
-        self, *targets: str, why: str = "", when: str = "", always: bool = False, extends: bool = False
+        self, *targets: str, why: str = "", when: str = "", order: int = 0, always: bool = False, extends: bool = False
     ) -> Callable[[Ours], Ours]:
         """Declare that a function runs around each target: ``ours(original, ...)``. `original()` makes the engine's
         call with all its arguments, `original(name=value)` with other values for those named.
 
-        why: if the docstring of `ours` does not say it. always: run where another backend is chosen too. extends: call
-        ``ours(target)`` at the install, perhaps more than once, and wrap nothing. Raises ValueError if a target is
-        declared already.
+        why: if the docstring of `ours` does not say it. order: of several around one target, the lowest stands outside.
+        always: run where another backend is chosen too. extends: call ``ours(target)`` at the install, perhaps more than
+        once, and wrap nothing. Raises ValueError if a target has one of this order already, or at another time.
         """
 
         def declare(ours: Ours) -> Ours:
             for target in targets:
-                if target in self.declared:
-                    raise ValueError(f"two hooks into {target}: only the first would run")
                 reason = why or " ".join((ours.__doc__ or "").split()).rstrip(".")
-                self.declared[target] = Hook(target, reason, ours, when or self._when, always, extends)
+                hook = Hook(target, reason, ours, when or self._when, order, always, extends)
+                for other in self.declared:
+                    if other.target == target and (other.order == order or other.when != hook.when):
+                        raise ValueError(f"two hooks into {target}: give them one time, and an order each")
+                self.declared.append(hook)
             return ours
 
         return declare
@@ -107,7 +111,7 @@ class Hooks:
         engine: its name and version. Raises RuntimeError for a hook that the engine lacks; so does each later import if
         somebody wants our backend.
         """
-        for hook in self.declared.values():
+        for hook in sorted(self.declared, key=lambda hook: -hook.order):  # the innermost first
             if hook.when == IMPORTED and IMPORTED in times:
                 wrapt.register_post_import_hook(partial(self._imported, hook, engine), hook.target.partition(":")[0])
             elif hook.when in times:
@@ -128,12 +132,12 @@ class Hooks:
             raise _lacking(hook, engine, "") from error
         if hook.extends:
             hook.ours(target)
-        elif hook.target not in self._wrapped:
+        elif hook not in self._wrapped:
             takes = inspect.signature(getattr(target, "__func__", target)).parameters
             if gone := absent(takes, hook.ours):
                 raise _lacking(hook, engine, f"({gone[0]})")
             wrap(hook.target, self.around(hook, takes), self._put)
-            self._wrapped.add(hook.target)
+            self._wrapped.add(hook)
 
     def around(self, hook: Hook, takes: Mapping[str, inspect.Parameter]) -> Callable[..., Any]:
         """What runs around a function that takes these arguments."""
@@ -174,8 +178,8 @@ class Hooks:
         refused = isinstance(error, ItemSetError) or isinstance(error.__cause__, ItemSetError)
         if refused or self.chosen or error in own.errors:
             raise error
-        if hook.target not in self._failed:
-            self._failed.add(hook.target)
+        if hook not in self._failed:
+            self._failed.add(hook)
             logger.error("The hook into %s has failed, and is passed over: %r", hook.target, error, exc_info=error)
 
 

@@ -92,7 +92,7 @@ class Results:
 def kernels_digest() -> str:
     """Return a digest of all that runs on a device: results of other kernels are others."""
     found = hashlib.sha256()
-    for folder in ("itemset/masking", "itemset/ranking", "vllm_static"):
+    for folder in ("itemset/masking", "itemset/ranking", "vllm_static/worker"):
         for path in sorted((ROOT / folder).glob("*.py")):
             found.update(path.read_bytes())
     return found.hexdigest()[:12]

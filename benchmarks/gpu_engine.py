@@ -201,7 +201,7 @@ def _core(llm: Any) -> Any:
 
 def _sets(llm: Any) -> Any:
     from vllm_static import compat
-    from vllm_static.processor import item_sets
+    from vllm_static.compat import item_sets
 
     (worker,) = [_core(llm).model_executor.driver_worker]
     return item_sets(compat.runner_of(getattr(worker, "worker", worker)))
@@ -212,7 +212,7 @@ def switched(
     llm: Any, *, narrow: bool = False, children: bool = False, host: bool = False, graphs: bool = False
 ) -> Iterator[None]:
     """While this is entered, requests go these ways. One start serves all of them."""
-    from vllm_static.list_graphs import ListGraphs
+    from vllm_static.worker.list_graphs import ListGraphs
 
     sets, backend = _sets(llm), _core(llm).static_backend
     before = sets.narrow.why_not, sets.child_sampling, backend._device
@@ -265,7 +265,7 @@ def _answers(llm: Any, name: str | None) -> dict[str, Any]:
 def _lists(llm: Any, width: int, tokens: int) -> dict[str, Any]:
     from vllm.sampling_params import BeamSearchParams
 
-    from vllm_static import beam_forward
+    from vllm_static.worker import beam_forward
 
     params = BeamSearchParams(beam_width=width, max_tokens=4)
     params.extra_args = {"item_set": "ids"}

@@ -240,7 +240,7 @@ def run(
         expected = logits.masked_fill(~_unpacked(call).to(device), -torch.inf)
         made = (*made[:at], expected, *made[at + 1 :])
     if call["of"] == "attention":
-        from vllm_static.triton_attention import add_own
+        from vllm_static.worker.triton_attention import add_own
 
         return (lambda: add_own(*given)), given, made
     words, sets = moved(call["arena"], device)

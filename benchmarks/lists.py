@@ -121,7 +121,7 @@ def recall(engine: str, users: int, items: int, folder: str) -> list[Row]:
     import retrieval_model
 
     import itemset
-    from vllm_static.list_requests import RankingParams
+    from vllm_static.front.list_requests import RankingParams
 
     model, index = retrieval.prepare(films_data.CACHE / "retrieval", None)
     films = itemset.load(index)

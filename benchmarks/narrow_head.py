@@ -94,7 +94,7 @@ class Switched:
         self._head.why_not = None if on else "turned off"
 
     def list(self, alphabet: int, width: int, seed: int = 0, *, renormalised: bool = True) -> Any:
-        from vllm_static.list_requests import RankingParams
+        from vllm_static.front.list_requests import RankingParams
 
         options = {"item_set": f"of {alphabet}", "width": width, "renormalised": renormalised}
         params = RankingParams(beam_width=20, max_tokens=CODES + 1, extra_args=options)
@@ -159,16 +159,16 @@ def lists(folder: str, timed: bool, widest: bool) -> dict[str, list[Row]]:
 
 
 def raw(folder: str) -> list[Row]:
-    from vllm_static import step_lists
+    from vllm_static.worker import lists
 
     engine, made = Switched(folder, 2, 1, max_num_seqs=256, kv_cache_memory_bytes=3 << 30), list[Row]()
-    rows = {"whole": 4 * WIDEST, "in parts": step_lists.PARTS * WIDEST // 10}  # that go into one product, or into PARTS
+    rows = {"whole": 4 * WIDEST, "in parts": lists.PARTS * WIDEST // 10}  # that go into one product, or into PARTS
 
     for alphabet in ALPHABETS:
         row: Row = {"alphabet": alphabet, "width": WIDEST}
         found: dict[str, Any] = {}
         for way in [*rows, *rows]:
-            step_lists.WideLists._most_logits = property(lambda _, most=rows[way]: most)
+            lists.WideLists._most_logits = property(lambda _, most=rows[way]: most)
             with Memory() as peak:
                 started = time.perf_counter()
                 found[way] = engine.list(alphabet, WIDEST, renormalised=False)

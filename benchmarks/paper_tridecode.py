@@ -40,7 +40,7 @@ def model_with_context(folder: Path) -> str:
 
 
 def in_vllm(way: str, file: str, model: str, length: int, cells: list[Cell]) -> list[Row | None]:
-    from vllm_static.beam_kv import BeamKV
+    from vllm_static.worker.beam_kv import BeamKV
 
     options = {"ranked_list_beams": MOST, "ranked_list_limit": MOST}
     given = {"max_model_len": CONTEXT, "kv_cache_memory_bytes": 1 << 30}

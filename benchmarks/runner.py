@@ -340,7 +340,7 @@ class Engine:
             return [[one["output_ids"][:length] for one in out["meta_info"]["beam_results"]] for out in outputs]
         from vllm.sampling_params import BeamSearchParams
 
-        from vllm_static.list_requests import DrawParams, RankingParams
+        from vllm_static.front.list_requests import DrawParams, RankingParams
 
         if "item_set" not in words:
             made: Any = BeamSearchParams(beam_width=width, max_tokens=steps, ignore_eos=True)

@@ -9,6 +9,6 @@ def refresh(engine: Any, name: str | None = None) -> list[dict[str, Any]]:
     It follows them only while it answers requests. Returns, for each, what `GET /v1/item_sets` tells. Raises
     ItemSetError: no such set, or a version that cannot be served.
     """
-    from sglang_static.version_watcher import refresh
+    from sglang_static.front.version_watcher import refresh
 
     return refresh(engine, name)

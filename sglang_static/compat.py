@@ -24,6 +24,10 @@ BROKEN: tuple[str, ...] = ()  # among them and later
 VARIABLE = "SGLANG_STATIC"
 """The environment variable with the options, as JSON: SGLang's configuration has no place for a plugin's."""
 
+METHOD = "item_sets"
+"""Of a DumperControlReqInput that is a message of ours: the one request of SGLang's that brings plain values to every
+scheduler, and others back."""
+
 
 def _put(target: str, around: Callable[..., Any]) -> None:
     """Put a hook in place by SGLang's registry, which logs it, and finds what has imported the function by name."""

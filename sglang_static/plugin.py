@@ -4,10 +4,9 @@ import os
 import sys
 
 from itemset.serving.config import BACKEND
-
-from sglang_static import (  # noqa: F401 - modules with hooks  # isort: skip
-    answers, compat, engine_config, legal_mass, request_hooks, scheduler_hooks, speculation, turns, version_watcher,
-)  # fmt: skip
+from sglang_static import compat, engine_config
+from sglang_static.front import answers, request_hooks  # noqa: F401 - modules with hooks, as all below
+from sglang_static.scheduler import drafts, hooks, turns, versions, weights  # noqa: F401
 
 _NAMED = {BACKEND, f"--grammar-backend={BACKEND}", "--guided-decoding-backend"}
 """Words of a command line that want our backend."""

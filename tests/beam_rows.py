@@ -56,7 +56,7 @@ class Beams:
     """Rows of random keys and values after prompts of such, and what each row has seen, in order."""
 
     def __init__(self, layer: Any, dtype: torch.dtype, heads_first: bool) -> None:
-        from vllm_static.beam_kv import BeamKV, Prompt
+        from vllm_static.worker.beam_kv import BeamKV, Prompt
 
         self.random, self.dtype = torch.Generator(DEVICE).manual_seed(3), dtype
         shape = (GIVEN + OURS, KV_HEADS, BLOCK) if heads_first else (GIVEN + OURS, BLOCK, KV_HEADS)
@@ -105,7 +105,7 @@ class Beams:
 def largest_difference(backend: str, dtype: torch.dtype, *, cap: float = 0.0, heads_first: bool = False) -> float:
     """Of any number of all passes, from one in float64. Some begin in the middle of a prompt's rows, and of the second
     one's tokens only the first has heirs."""
-    from vllm_static.beam_attention import attend
+    from vllm_static.worker.beam_attention import attend
 
     layer = layer_of(implementation(backend, logits_soft_cap=cap or None))
     beams = Beams(layer, dtype, heads_first)

@@ -144,7 +144,7 @@ def offline_vllm(llm: Any, words: Mapping[str, Any]) -> list[Got]:
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
-    from vllm_static.list_requests import DrawParams, RankingParams
+    from vllm_static.front.list_requests import DrawParams, RankingParams
 
     extra = {**words}
     brought = extra.pop("structured_outputs", None)

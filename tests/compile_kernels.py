@@ -24,7 +24,7 @@ from itemset.masking.batch import CHAIN, COLUMNS, TREE
 from itemset.ranking import triton_kernels as beams
 from itemset.ranking import triton_select
 from itemset.ranking.beam_state import ALONE, ENDED, OPEN
-from vllm_static import triton_attention
+from vllm_static.worker import triton_attention
 
 POINTERS = {
     "logits": "*bf16",

@@ -209,13 +209,13 @@ class Engine(HostedEngine):
 
     def rank(self, n: int, prompts: Any = (PROMPT, PROMPT), **words: Any) -> list[Found]:
         """A list of each prompt."""
-        from vllm_static.list_requests import RankingParams
+        from vllm_static.front.list_requests import RankingParams
 
         return self.call(_rank, _tokens(prompts), RankingParams(beam_width=n, **given({"max_tokens": 40} | words)))
 
     def draw(self, **words: Any) -> list[tuple[Item, float]]:
         """Items and their scores."""
-        from vllm_static.list_requests import DrawParams
+        from vllm_static.front.list_requests import DrawParams
 
         return self.call(_draw, _tokens([PROMPT]), DrawParams(max_tokens=20, extra_args=words))
 

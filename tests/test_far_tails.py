@@ -22,7 +22,7 @@ from schedule import Schedule
 
 import itemset
 from itemset import ItemSet, ItemSetError
-from itemset.masking import cpu_kernels, triton_kernels
+from itemset.masking import batch, cpu_kernels, triton_kernels
 from itemset.masking.arena import Arena, room_for
 from itemset.masking.batch import ANY_CONSUMED, CONSUMED, COUNT_MASK, FAR_BLOCK, LOCAL, TAIL_BASE, TAILS, WIDTHS, Batch
 from itemset.masking.host import HostState, fill_bitmasks
@@ -102,7 +102,7 @@ def far_arena(gap: int) -> Arena:
     arena.sets[LAST_SET] = row
     if DEVICE == "cpu":
         far = ItemSet(replace(SMALL.trie, tables=tables), SMALL._keys)
-        arena.rows[LAST_SET] = cpu_kernels.table_row(far)
+        arena.rows[LAST_SET] = batch.table_row(far)
         arena.kept.append(far)
     return arena
 

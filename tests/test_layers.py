@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -38,13 +39,13 @@ OF_ENGINES = {"vllm_static": {"sglang", "sglang_static"}, "sglang_static": {"vll
 FOR_DEVICES = {"masking", "ranking", "embedded", "training", "adapters"}
 
 
-def imports(path: Path) -> Iterator[str]:
-    """The full name of each module that a file imports, also inside functions; not those imported for types alone."""
+def imports(path: Path, *, types: bool = False) -> Iterator[str]:
+    """The full name of each module that a file imports, also inside functions. types: also those for types alone."""
     typing_only = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
             typing_only |= {id(inner) for inner in ast.walk(node)}
-        if id(node) in typing_only:
+        if id(node) in typing_only and not types:
             continue
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -97,6 +98,37 @@ def test_the_library_knows_no_engine_and_the_engines_not_each_other() -> None:
         for path in modules(package)
         for name in imports(path)
         if name.partition(".")[0] in engines
+    }
+    assert not found
+
+
+def test_no_file_imports_one_that_imports_it() -> None:
+    """Type-only imports included."""
+    files = {name_of(path): path for package in ["itemset", *OF_ENGINES] for path in modules(package)}
+    graph = {}
+    for name, path in files.items():
+        into = {each.rpartition(".")[0] if each not in files else each for each in imports(path, types=True)}
+        graph[name] = into & files.keys() - {name}
+    TopologicalSorter(graph).prepare()  # CycleError has the circle
+
+
+# Each folder of a plugin is a process, and these may import each other: what else crosses is on the wire.
+PROCESSES = {
+    "vllm_static": {"front": "v1", "core": "worker", "worker": "", "v1": "worker"},
+    "sglang_static": {"front": "", "scheduler": ""},
+}
+
+
+def test_no_process_imports_code_of_another() -> None:
+    found = {
+        f"{name_of(path)} imports {name}"
+        for package, folders in PROCESSES.items()
+        for path in modules(package)
+        for name in imports(path)
+        if path.parent.name in folders
+        and name.startswith(f"{package}.")
+        and (other := name.split(".")[1]) in folders
+        and other not in {path.parent.name, *folders[path.parent.name].split()}
     }
     assert not found
 

@@ -42,7 +42,7 @@ def test_one_form_of_our_kernel_serves_lists_draws_and_tails(monkeypatch: pytest
     """Whatever a row's tokens and ancestors are, and wherever its part of them begins."""
     from specialisations import Recorded
 
-    from vllm_static import triton_attention
+    from vllm_static.worker import triton_attention
 
     keys: set[str] = set()
     monkeypatch.setattr(triton_attention, "add_own_kernel", Recorded(triton_attention.add_own_kernel, keys))
@@ -65,8 +65,8 @@ def test_a_layer_launches_flash_attention_and_one_kernel_of_ours(monkeypatch: py
     from torch.utils._python_dispatch import TorchDispatchMode
     from vllm.v1.attention.backends import fa_utils
 
-    from vllm_static import beam_attention, triton_attention
-    from vllm_static.beam_kv import BeamMetadata, PromptPart
+    from vllm_static.worker import beam_attention, triton_attention
+    from vllm_static.worker.beam_kv import BeamMetadata, PromptPart
 
     launched: list[str] = []
 
@@ -116,7 +116,7 @@ def test_a_layer_launches_flash_attention_and_one_kernel_of_ours(monkeypatch: py
     ],
 )
 def test_what_two_parts_cannot_do(options: dict[str, Any], reason: str | None) -> None:
-    from vllm_static.beam_attention import why_not
+    from vllm_static.worker.beam_attention import why_not
 
     why = why_not(beam_rows.implementation("TRITON_ATTN", **options))
     assert why == reason if reason is None else str(why).startswith(reason)
@@ -124,7 +124,7 @@ def test_what_two_parts_cannot_do(options: dict[str, Any], reason: str | None) -
 
 def parts(llm: Any) -> tuple[int, tuple[int, Counter[str]], int]:
     """How often layers attend in two parts: for ordinary requests, and for a list, with its passes."""
-    from vllm_static import beam_attention
+    from vllm_static.worker import beam_attention
 
     with mock.patch.object(beam_attention, "attend", wraps=beam_attention.attend) as attend:
         llm.generate([{"prompt_token_ids": prompt_of(length)} for length in (9, 40)], PLAIN, use_tqdm=False)
@@ -143,7 +143,7 @@ def recorded(llm: Any) -> list[tuple[str, int, int]]:
     from vllm.config import CUDAGraphMode
     from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
-    from vllm_static.beam_forward import _shape
+    from vllm_static.worker.beam_forward import _shape
 
     runner, found = runner_of(llm), []
     manager = runner.cudagraph_manager
@@ -167,7 +167,7 @@ def test_no_full_graph_replays_them(engines, tiny_model, static):
 def take_another_base() -> None:
     """A Triton attention whose sums were of powers of 2, as another version of vLLM might have."""
     take_triton_attention()
-    from vllm_static import beam_attention
+    from vllm_static.worker import beam_attention
 
     own = beam_attention._by_triton
 
@@ -192,7 +192,7 @@ def forms_of(llm: Any) -> tuple[set[str], set[str]]:
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
     from vllm.v1.attention.ops import triton_unified_attention as theirs
 
-    from vllm_static import beam_attention
+    from vllm_static.worker import beam_attention
 
     runner, tried, taken = runner_of(llm), set[str](), set[str]()
     names = [name for name in vars(theirs) if name.startswith("kernel_unified") or name == "reduce_segments"]
@@ -214,7 +214,7 @@ def by_graphs(
 ) -> tuple[list[Any], int, int]:
     """Lists of prompts, one after the other, with fixed shapes, and how often one was recorded and replayed. On a CPU
     a replay runs the recorded program again: on the buffers that it reads, with the constants that it has."""
-    from vllm_static.list_graphs import ListGraphs
+    from vllm_static.worker.list_graphs import ListGraphs
 
     lists, recorded, replayed = runner_of(llm).prompt_logprobs_worker.static_lists, 0, 0
 
@@ -225,7 +225,7 @@ def by_graphs(
         def replay() -> Any:
             nonlocal replayed
             replayed += 1
-            with mock.patch("vllm_static.beam_kv.to_device", side_effect=AssertionError("a copy from the host")):
+            with mock.patch("vllm_static.worker.beam_kv.to_device", side_effect=AssertionError("a copy from the host")):
                 return program()
 
         return replay

@@ -22,7 +22,7 @@ def ways(engines: Any, tiny_model: Any, static: dict[str, Any]) -> tuple[Any, An
 def watch(llm: Any) -> None:
     """Count, from now on, launches that write masks, and those that sample from children."""
     from itemset.masking import triton_kernels
-    from vllm_static import triton_child_sampling
+    from vllm_static.worker import triton_child_sampling
 
     counts = llm.launches = Counter()
 

@@ -38,8 +38,11 @@ import itemset
 from itemset.serving import config, hooks
 from itemset.serving.answer_fields import Expected, after
 from itemset.text import load_tokenizer
-from vllm_static import answers, compat, engine_config, plugin, speculation, step_list_hooks
-from vllm_static.front_end import FrontEnd
+from vllm_static import compat, engine_config, plugin
+from vllm_static.core import lists
+from vllm_static.front import answers
+from vllm_static.front.front_end import FrontEnd
+from vllm_static.worker import drafts, list_hooks
 
 
 def test_every_hook_is_said_why():
@@ -51,11 +54,7 @@ def test_every_hook_is_said_why():
 def test_every_hook_is_used_once():
     plugin.register()
     plugin.register()
-    used = [
-        hook
-        for hook in compat.hook.declared
-        if hook.when not in (speculation.SPECULATION, step_list_hooks.LISTS)
-    ]
+    used = [hook for hook in compat.hook.declared if hook.when not in (drafts.SPECULATION, list_hooks.LISTS)]
     assert len(used) > 20
     for hook in used:
         module, _, path = hook.target.partition(":")
@@ -266,7 +265,7 @@ def test_caches_that_beams_cannot_share():
 
     def suits(*specs):
         groups = [KVCacheGroupSpec([f"layer {i}"], spec) for i, spec in enumerate(specs)]
-        return step_list_hooks._one_full_attention(KVCacheConfig(8, [], groups))
+        return lists._one_full_attention(KVCacheConfig(8, [], groups))
 
     assert suits(full)
     assert not suits(MLAAttentionSpec(**sizes))

@@ -23,7 +23,8 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.utils import apply_grammar_bitmask
 
-from vllm_static import core_hooks, plugin
+from vllm_static import plugin
+from vllm_static.core import hooks
 
 ROOT = Path(__file__).parents[1]
 DRAFTS = 3
@@ -51,7 +52,7 @@ def config(tiny_model, named_sets):
 @pytest.fixture(scope="module")
 def engine(config):
     """A front end, and the structured outputs of an engine core."""
-    backend = core_hooks.make_backend(config)
+    backend = hooks.make_backend(config)
     yield InputProcessor(config), StructuredOutputManager(config)
     del backend
 

@@ -40,7 +40,7 @@ def host(static):
 
 
 def processor_of(llm: Any) -> Any:
-    from vllm_static.processor import item_sets
+    from vllm_static.compat import item_sets
 
     return item_sets(llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner)
 

@@ -22,8 +22,8 @@ from itemset.masking.arena import Arena, room_for
 from itemset.ranking.draft_head import DraftHead
 from itemset.serving.wire import EngineRequest, ListSpec, SetRef
 from itemset.text import identify
-from vllm_static.list_requests import RankingParams
-from vllm_static.single_request import list_params
+from vllm_static.compat import list_params
+from vllm_static.front.list_requests import RankingParams
 
 LEVELS, VOCABULARY = 6, 2112
 PLACEHOLDERS = range(2000, 2000 + LEVELS)

@@ -97,9 +97,9 @@ def test_drafts_and_answers_stay_in_their_sets(speculating, named_sets, kind):
 
 
 def lift_masks(llm: Any) -> None:
-    from vllm_static import speculation
+    from vllm_static.worker import drafts
 
-    speculation._processors.clear()
+    drafts._processors.clear()
 
 
 def test_tokens_that_the_draft_model_lacks_are_drawn_by_their_distribution(engines, odd_model, tmp_path):

@@ -16,7 +16,7 @@ from test_vllm_ranking import check_scores_beside_others
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from vllm_static.narrow_hooks import sampled_steps
+from vllm_static.worker.narrow_hooks import sampled_steps
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
 SAMPLES = {("v1", "host"): 2_000, ("v2", "host"): 100, ("v2", "device"): 100}
@@ -83,7 +83,7 @@ def count_fills(llm, prompts: list[Any], params: list[SamplingParams]) -> Counte
     from vllm.v1.structured_output import StructuredOutputManager
 
     from itemset.masking import host
-    from vllm_static.backend import StaticGrammar
+    from vllm_static.core.backend import StaticGrammar
 
     counted: Counter[str] = Counter()
     filled, fill_rows = StructuredOutputManager.grammar_bitmask, host._fill_rows

@@ -29,7 +29,7 @@ from test_vllm_wide_lists import (
 
 from itemset.serving.list_runner import best_of
 from itemset.serving.wire import WIRE, ListResult, NoList
-from vllm_static.list_requests import RankingParams
+from vllm_static.front.list_requests import RankingParams
 
 ROWS = 8  # of a step, if it has more than one pass
 PREPARED = [None, force_asynchronous_scheduling]
@@ -62,7 +62,7 @@ def left(llm: Any) -> tuple[int, ...]:
 def made(llm: Any, names: list[tuple[str, Any, bool, int]], lengths: list[int]) -> tuple[list[Any], list[list[int]]]:
     """In the engine's process: the tables of lists that are asked for together, and the rows of each pass of each step.
     names: sets, widths, whether scores are renormalised, races."""
-    from vllm_static import beam_forward
+    from vllm_static.worker import beam_forward
 
     lists, rows = lists_of(llm), list[list[int]]()
     own_step, own_run = lists.answer, beam_forward._run

@@ -19,7 +19,7 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import BeamSearchParams, StructuredOutputsParams
 
-from vllm_static.list_requests import DrawParams, RankingParams, ScoringParams
+from vllm_static.front.list_requests import DrawParams, RankingParams, ScoringParams
 
 
 @pytest.fixture

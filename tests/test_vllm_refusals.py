@@ -37,7 +37,7 @@ def length_of_six():
 
 @pytest.fixture
 def surface():
-    from vllm_static.http import SURFACE
+    from vllm_static.front.http import SURFACE
 
     return SURFACE, ["vllm.entrypoints"], {"structured_outputs", "vllm_xargs"}, "vllm_xargs"
 

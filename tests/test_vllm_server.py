@@ -160,7 +160,7 @@ def test_a_slow_reader_of_a_stream_loses_no_item():
     from vllm import CompletionOutput, RequestOutput
 
     from itemset.serving import http_bodies
-    from vllm_static import answers
+    from vllm_static.front import answers
 
     def result(index: int, reason: str | None = None) -> RequestOutput:
         return RequestOutput("r", None, [1], None, [CompletionOutput(index, "a", [5], 0.0, None, reason)], bool(reason))

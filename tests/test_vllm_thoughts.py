@@ -18,7 +18,7 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
-from vllm_static.list_requests import RankingParams
+from vllm_static.front.list_requests import RankingParams
 
 ONE, TWO = "station", "station letter"
 """Markers of so many tokens."""
@@ -197,10 +197,10 @@ def test_nothing_is_left(engine):
 
 
 def churn(llm: Any, count: int) -> tuple[Any, Any, Any, int, int, int]:
-    from vllm_static.core_hooks import _backend_of
+    from vllm_static.compat import backend_of
 
     engine, core = llm.llm_engine, llm.llm_engine.engine_core.engine_core
-    scheduler, backend = core.scheduler, _backend_of(core.scheduler.structured_output_manager)
+    scheduler, backend = core.scheduler, backend_of(core.scheduler.structured_output_manager)
     llm.reset_prefix_cache()
 
     def held() -> Any:

@@ -87,7 +87,7 @@ def test_nothing_is_launched_for_those_who_do_not_ask(engines, tiny_model, stati
 def count_masks(llm: Any, params: list[SamplingParams]) -> int:
     """In the engine's process: how often rows are masked once more."""
     from vllm_static import compat
-    from vllm_static.processor import item_sets
+    from vllm_static.compat import item_sets
 
     processor = item_sets(compat.runner_of(llm.llm_engine.model_executor.driver_worker))
     with mock.patch.object(processor._slots, "mask", wraps=processor._slots.mask) as mask:
@@ -138,13 +138,13 @@ def test_on_v1_the_host_waits_for_no_copy():
     """Which rows are weighed, or whose tokens are scored, goes to the device beside its work."""
     from vllm.v1.sample.sampler import Sampler
 
-    from vllm_static import model_runner_v1
+    from vllm_static.v1 import model_runner
 
     logits, rows = torch.zeros(4, 9, device="meta"), [(0, 0, 1), (1, 0, 3)]
     with PageableCopies() as copies:
-        temperatures = model_runner_v1.to_device([1, 1], logits.device)[:, None]
-        assert model_runner_v1._scaled(logits, rows, temperatures).shape == (2, 9)
-        ids, scores = model_runner_v1._scores(Sampler(), logits, [(0, 0, 0), (1, 0, 2)], [[1, 2, 3], [4]])
+        temperatures = model_runner.to_device([1, 1], logits.device)[:, None]
+        assert model_runner._scaled(logits, rows, temperatures).shape == (2, 9)
+        ids, scores = model_runner._scores(Sampler(), logits, [(0, 0, 0), (1, 0, 2)], [[1, 2, 3], [4]])
     assert ids.shape == scores.shape == (2, 3)
     assert copies.found == []
 

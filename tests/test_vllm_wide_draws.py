@@ -13,7 +13,7 @@ from ranking import oracle_of
 from test_vllm_wide_lists import ROOMY, fixed_shapes, given, prompt_of
 
 from itemset.serving.metrics import ONE_REQUEST, UNDECIDED
-from vllm_static.list_requests import DrawParams, RankingParams
+from vllm_static.front.list_requests import DrawParams, RankingParams
 
 ROUNDS: dict[str, Any] = {"max_passes": 10_000}  # such draws take rounds of requests alone
 
@@ -118,7 +118,7 @@ def as_accelerators(llm: Any, *arguments: Any) -> Any:
 
 def passes_of(llm: Any, options: dict[str, Any], k: int | None) -> list[int]:
     """The tokens of each pass of a request inside its step, with fixed shapes: a list of k items, or draws."""
-    from vllm_static import beam_forward
+    from vllm_static.worker import beam_forward
 
     own, sizes = beam_forward._run, list[int]()
 

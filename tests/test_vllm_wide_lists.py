@@ -28,8 +28,9 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from itemset.serving.list_runner import best_of
 from itemset.serving.wire import REASONS, EngineRequest, ListResult, ListSpec, NoList, SetRef
-from vllm_static.list_requests import RankingParams
-from vllm_static.single_request import EngineLists, list_params
+from vllm_static.compat import list_params
+from vllm_static.front.engine_lists import EngineLists
+from vllm_static.front.list_requests import RankingParams
 
 PLAIN = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, detokenize=False)
 ROUNDS: dict[str, Any] = {"max_passes": 10_000}  # such a list takes rounds of requests
@@ -169,15 +170,15 @@ def test_on_accelerators_a_row_has_a_token_a_pass(engine):
 def shapes_of_passes(llm: Any) -> list[list[tuple[int, int]]]:
     """Rows of the passes of a list, and tokens of each: as an accelerator does it, without the end and with it, and on
     a CPU."""
-    from vllm_static import step_lists
+    from vllm_static.worker import lists
 
-    own, shapes = step_lists.states_after, list[list[tuple[int, int]]]()
+    own, shapes = lists.states_after, list[list[tuple[int, int]]]()
 
     def run(runner: Any, kv: Any, tokens: torch.Tensor) -> Any:
         shapes[-1].append(tuple(tokens.shape))
         return own(runner, kv, tokens)
 
-    with mock.patch.object(step_lists, "states_after", run):
+    with mock.patch.object(lists, "states_after", run):
         for form, end in ((as_accelerators, None), (as_accelerators, 1), (inside, 1)):
             shapes.append([])
             form(llm, "large", 16, 4, False, [40], end)
@@ -291,9 +292,9 @@ class Reads(TorchDispatchMode):
 
 def rounds(llm: Any, length: int) -> tuple[int, Counter[str], list[str]]:
     """Of a list after a prompt: its passes, and what the host reads and which operations run between them."""
-    from vllm_static import beam_forward, step_lists
+    from vllm_static.worker import beam_forward, lists
 
-    watch, own, run = Reads(), step_lists.WideLists._make, beam_forward._run
+    watch, own, run = Reads(), lists.WideLists._make, beam_forward._run
     passes_run = 0
 
     def make(*args: Any) -> Any:
@@ -306,7 +307,7 @@ def rounds(llm: Any, length: int) -> tuple[int, Counter[str], list[str]]:
         with _disable_current_modes():  # vLLM's own metadata and model
             return run(*args)
 
-    with mock.patch.object(step_lists.WideLists, "_make", make), mock.patch.object(beam_forward, "_run", run_apart):
+    with mock.patch.object(lists.WideLists, "_make", make), mock.patch.object(beam_forward, "_run", run_apart):
         (found,) = as_accelerators(llm, "fixed", 4, 4, False, [length])
     assert len(found) == 4
     return passes_run, watch.found, watch.operations
@@ -352,10 +353,10 @@ def test_a_list_takes_an_entry_a_node(engine):
 
 def entries(llm: Any) -> tuple[list[int], int, list[int]]:
     """Of a list the rows of its passes, the entries that it has taken, and the free blocks of the cache around them."""
-    from vllm_static import step_lists
-    from vllm_static.beam_kv import BeamKV
+    from vllm_static.worker import lists
+    from vllm_static.worker.beam_kv import BeamKV
 
-    own, made, rows = step_lists.states_after, list[BeamKV](), list[int]()
+    own, made, rows = lists.states_after, list[BeamKV](), list[int]()
     pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
     free = [pool.get_num_free_blocks()]
 
@@ -364,7 +365,7 @@ def entries(llm: Any) -> tuple[list[int], int, list[int]]:
         rows.append(len(tokens))
         return own(runner, kv, tokens)
 
-    with mock.patch.object(step_lists, "states_after", run):
+    with mock.patch.object(lists, "states_after", run):
         inside(llm, "large", 24, 12, False, [40])
     return rows, made[-1].used, [*free, pool.get_num_free_blocks()]
 
@@ -413,7 +414,7 @@ def test_lists_of_lora_adapters(engines, tiny_model, static, adapted):
 
 def with_ranks(llm: Any, lengths: list[int]) -> tuple[list[list[Item]], list[list[Item]], list[list[int]], list[Any]]:
     """Lists of raw and of renormalised scores, answers, and how each rank's steps were sampled."""
-    from vllm_static.narrow_hooks import sampled_steps
+    from vllm_static.worker.narrow_hooks import sampled_steps
 
     raw, renormalised = (inside(llm, "fixed", 8, 5, kind, lengths) for kind in (False, True))
     words = [{"temperature": 0}, {"temperature": 1.3, "seed": 7, "top_k": 3}]
@@ -767,7 +768,7 @@ def test_rows_of_the_head_follow_its_weights(engine):
 def in_ranges(llm: Any) -> list[int]:
     """In the engine's process: of some alphabets the bytes of the head's rows that are copied, or read where they lie,
     and the columns of a level's tokens."""
-    from vllm_static.narrow_head import _between
+    from vllm_static.worker.narrow_head import _between
 
     head, found = narrow_of(llm), list[int]()
     hidden = torch.ones(2, runner_of(llm).model_config.get_hidden_size())

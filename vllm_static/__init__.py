@@ -9,6 +9,6 @@ def refresh(llm: Any, name: str | None = None) -> list[dict[str, Any]]:
     Returns, for each, what `GET /v1/item_sets` tells. Raises ItemSetError: no such set, or a version that cannot be
     served.
     """
-    from vllm_static.front_end import refresh
+    from vllm_static.front.front_end import refresh
 
     return refresh(llm, name)

@@ -9,6 +9,7 @@ from concurrent.futures import CancelledError, Executor
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
+from weakref import WeakValueDictionary
 
 import wrapt
 
@@ -16,6 +17,7 @@ from itemset.serving import hooks
 from itemset.serving.answer_fields import after
 from itemset.serving.config import BACKEND, StaticConfig
 from itemset.serving.hooks import START
+from itemset.serving.wire import WIRE, EngineRequest
 
 SUPPORTED = ((0, 32), (0, 33))  # first and last minor version: those that `tests/contract.py` has passed
 BROKEN: tuple[str, ...] = ()  # among them and later
@@ -136,17 +138,51 @@ def ask(core: Any, method: str, *args: Any) -> Any:
     return getattr(core.engine_core, method)(*args)
 
 
+backends: WeakValueDictionary[int, Any] = WeakValueDictionary()
+"""The StaticBackend of each engine core in this process, by the id of its configuration."""
+
+
+def backend_of(manager: Any) -> Any:
+    """The StaticBackend of a StructuredOutputManager's engine core; None if it has another one."""
+    return backends.get(id(manager.vllm_config))
+
+
 def runner_of(worker: Any) -> Any:
     """The model runner of a worker, or of what wraps it (v1/worker/worker_base.py)."""
     return getattr(worker, "worker", worker).model_runner
 
 
-PROCESSOR = "vllm_static.processor:ItemSetProcessor"
+PROCESSOR = "vllm_static.worker.masks:ItemSetProcessor"
 _V1 = "vLLM uses model runner V1 (on a GPU a warning of its own says why; VLLM_USE_V2_MODEL_RUNNER=1 insists)"
 
 
 def _platform() -> Any:
     return importlib.import_module("vllm.platforms").current_platform
+
+
+def item_sets(runner: Any) -> Any:
+    """Return the ItemSetProcessor of a model runner on the device path, None if it does not sample, in a pipeline."""
+    given = getattr(getattr(runner, "sampler", None), "logits_processors", ())
+    return next((one for one in given if hasattr(one, "mask_rows")), None)
+
+
+def kept_through_sleep(vllm_config: Any) -> contextlib.AbstractContextManager[None]:
+    """Within it, memory on the device is allocated that sleep mode restores before the next step, at both levels. A
+    model is loaded into memory that level 2 discards."""
+    model = vllm_config.model_config
+    if not model.enable_sleep_mode or model.sleep_mode_backend != "cumem":  # others suspend the process as a whole
+        return contextlib.nullcontext()
+    from vllm.device_allocator import get_mem_allocator_instance
+
+    kept: contextlib.AbstractContextManager[None] = get_mem_allocator_instance().use_memory_pool(tag="runtime")
+    return kept
+
+
+def asleep(worker: Any) -> bool:
+    """Whether nothing may be copied to a worker's device now: its memory is not there."""
+    worker = getattr(worker, "worker", worker)
+    enabled: bool = worker.vllm_config.model_config.enable_sleep_mode
+    return enabled and worker.sleep_mode_backend.state() == "SUSPENDED"
 
 
 def why_host_path(vllm_config: Any) -> str | None:
@@ -203,6 +239,21 @@ def can_draft_on_device(vllm_config: Any) -> bool:
 def on_device_path(vllm_config: Any) -> bool:
     """Whether `create_engine_config` has chosen the device path: all processes read it off the same list."""
     return PROCESSOR in (vllm_config.model_config.logits_processors or ())
+
+
+def list_params(carried: EngineRequest) -> Any:
+    """Return the parameters of a request for a list. Its one token does not matter."""
+    from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+
+    return SamplingParams(
+        max_tokens=1,
+        temperature=0.0,
+        ignore_eos=True,
+        detokenize=False,
+        skip_clone=True,  # no other request has these parameters
+        structured_outputs=StructuredOutputsParams(choice=[carried.item_set and carried.item_set.reference]),
+        extra_args={WIRE: carried},
+    )
 
 
 def make_ordinary(request: Any, extra_args: dict[str, Any], constraint: Any = None) -> None:

@@ -19,7 +19,7 @@ from vllm_static import compat
 from vllm_static.compat import hook
 
 VARIABLE = "VLLM_STATIC"
-MIDDLEWARE = "vllm_static.http.ItemSetWords"
+MIDDLEWARE = "vllm_static.front.http.ItemSetWords"
 _CONFIG = "vllm.config.structured_outputs:StructuredOutputsConfig"
 
 
@@ -170,12 +170,11 @@ def _create_engine_config(original: Callable[..., Any], self: Any) -> Any:
     config = original()
     if not compat.is_ours(config):
         return config
-    from vllm_static.device_path import refuse_speculation
 
     with start_up():
         options = StaticConfig.of(config.additional_config)
         path, reason = options.item_set_path, compat.why_host_path(config)
-        refuse_speculation(config)
+        _refuse_speculation(config)
         if path == "device" and reason is not None:
             raise ValueError(f"item_set_path is device, but {reason}: leave item_set_path out for the host path")
         _add_versions(config)
@@ -193,3 +192,19 @@ def _compute_hash(original: Callable[..., Any], self: Any) -> Any:
     plain = copy.copy(self)
     plain.additional_config = {key: value for key, value in options.items() if key not in ours}
     return original(self=plain)
+
+
+def _refuse_speculation(vllm_config: Any) -> None:
+    """Raises ItemSetError if vLLM accepts drafts by a fixed rate, whatever the mask says, or could not start."""
+    speculative = vllm_config.speculative_config
+    if speculative is None:
+        return
+    if speculative.method == "ngram_gpu" and not compat.can_draft_on_device(vllm_config):
+        raise ItemSetError(
+            "the speculative method ngram_gpu needs model runner V2 or a GPU, and this is V1 on a CPU: choose ngram"
+        )
+    if speculative.rejection_sample_method == "synthetic":
+        raise ItemSetError(
+            "rejection_sample_method=synthetic accepts drafts without looking at them, so no item set can hold: "
+            "leave it out"
+        )

@@ -1,11 +1,13 @@
 """The entry points of the plugin."""
 
 from itemset.serving.hooks import IMPORTED, START
+from vllm_static import compat, engine_config
+from vllm_static.core import draft_head, hooks, lists, thoughts  # noqa: F401 - modules with hooks, as all below
+from vllm_static.front import answers, request_hooks  # noqa: F401
+from vllm_static.v1 import model_runner  # noqa: F401
+from vllm_static.worker import child_sampling, drafts, list_hooks, mask_hook  # noqa: F401
 
-from vllm_static import (  # noqa: F401 - modules with hooks  # isort: skip
-    answers, child_sampling, compat, core_hooks, draft_head_requests, engine_config, legal_mass, model_runner_v1,
-    narrow_hooks, request_hooks, speculation, step_list_hooks, weight_updates,
-)  # fmt: skip
+from vllm_static.worker import narrow_hooks, weight_updates, weights  # noqa: F401 # isort: skip
 
 
 def register_early() -> None:

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet, build
-from itemset.masking import Kernels, arena_plan, cpu_kernels
+from itemset.masking import Kernels, arena_plan
 from itemset.masking import batch as form
 from itemset.masking.arena_plan import ArenaFullError, Place, Plan, Resident, aligned, arena_bytes, room_for
-from itemset.masking.batch import NO_BITS, READY, ROW, kernels_for
+from itemset.masking.batch import NO_BITS, READY, ROW, kernels_for, table_row
 from itemset.trie.levels import LevelPlan
 from itemset.trie.tables import SECTIONS
 
@@ -174,12 +174,10 @@ class Arena:
             raise ItemSetError(f"item sets on {self.device} need Triton, which is missing: {error}") from error
         except (RuntimeError, AssertionError) as error:  # out of memory, or torch without CUDA
             raise ItemSetError(f"{self.device} cannot hold an arena of {nbytes:,} bytes: {error}") from error
-        if self.kernels is cpu_kernels and self.device.type != "cpu":
-            raise ItemSetError(f"the kernels in Numba are for CPUs, not for {self.device}: choose triton")
         self.sets = torch.zeros(max_sets + 1, ROW, dtype=torch.int64, device=self.device)
         self._nothing = build([[0]])  # read in place of a set that is not there
         if self.device.type == "cpu":
-            self.rows = np.tile(cpu_kernels.table_row(self._nothing), (max_sets + 1, 1))
+            self.rows = np.tile(table_row(self._nothing), (max_sets + 1, 1))
             self.rows_at = self.rows.ctypes.data
         self._bases = np.append(np.arange(max_sets), -1)  # whose tables each set reads: its own, or those of its base
         self._placed: dict[int, _Placed] = {}  # by number; what is placed last stands last
@@ -283,7 +281,7 @@ class Arena:
         for n in {*overwritten, number}:
             self._placed.pop(n, None)
             if self.device.type == "cpu":
-                self.rows[n] = cpu_kernels.table_row(self._nothing)
+                self.rows[n] = table_row(self._nothing)
         self._placed[number] = placed
         for _ in self._copies.pieces(number, overwritten, parts):
             yield
@@ -298,7 +296,7 @@ class Arena:
 
     def _parts(self, item_set: ItemSet, number: int, start: int, base: int | None) -> tuple[NDArray[np.int64], Parts]:
         """Return the row of `sets`, and what is to be copied where, the row last. base: the number of a view's base."""
-        row, tables = cpu_kernels.table_row(item_set), item_set.trie.tables
+        row, tables = table_row(item_set), item_set.trie.tables
         sections = [*_SECTIONS.values()]
         row[sections] = NO_BITS if base is None else self._placed[base].row[sections]
         if "alive" in item_set.own:

@@ -6,6 +6,11 @@ import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+from itemset.errors import ItemSetError
+from itemset.item_set import ItemSet
 from itemset.masking import Kernels
 from itemset.trie.pointers import Pointers
 from itemset.trie.walk import STATE_BITS
@@ -42,10 +47,26 @@ FAR_BLOCK = 32  # bits of WIDTHS below `Tables.far_block`, or of counted targets
 def kernels_for(room: Literal["masking", "ranking"], device: str, choice: Kernels = "auto") -> ModuleType:
     """Return a room's kernels: Numba's on a CPU, Triton's on an accelerator, or as `choice` says.
 
-    device: its kind, "cpu" or another. Raises ImportError without Triton where it is needed.
+    device: its kind, "cpu" or another. Raises ImportError without Triton where it is needed, ItemSetError for Numba on
+    an accelerator.
     """
     triton = choice == "triton" or (choice == "auto" and device != "cpu")
+    if not triton and device != "cpu":
+        raise ItemSetError(f"the kernels in Numba are for CPUs, not for {device}: choose triton")
     return importlib.import_module(f"itemset.{room}.{'triton' if triton else 'cpu'}_kernels")
+
+
+def table_row(item_set: ItemSet, stops: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
+    """Return the row of a set (see `batch`), with addresses: [ROW] int64. The set and `stops` must live as long as
+    compiled code may read there.
+    """
+    tables, ready = item_set.trie.tables, item_set.ready
+    row = np.zeros(ROW, np.int64)
+    row[:READY] = tables.pointers
+    row[READY] = ready.ctypes.data if len(ready) else 0
+    if stops is not None:
+        row[STOPS], row[STOP_COUNT] = stops.ctypes.data, len(stops)
+    return row
 
 
 CHAIN, TREE, COLUMNS = range(3)

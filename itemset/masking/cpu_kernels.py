@@ -1,7 +1,7 @@
 """The kernels in Numba, for CPUs: advance, walk, mask, step and forced, as `slots.Slots` calls them.
 
 `triton_kernels` has the same functions with the same arguments and results. Here a set's tables are read where they
-lie: compiled loops take the address of its row of integers (`table_row`), and a tensor's address and strides.
+lie: compiled loops take the address of its row of integers (`batch.table_row`), and a tensor's address and strides.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from itemset.item_set import ItemSet
 from itemset.masking import batch as form
 from itemset.masking.batch import ANY_CONSUMED, CONSUMED_MASK, COUNT_MASK, LOCAL, STATE, Batch, refuse_strides
 from itemset.masking.bitmask import fill_bitmask_of
@@ -23,19 +22,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from itemset.masking.arena import Arena
-
-
-def table_row(item_set: ItemSet, stops: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
-    """Return the row of a set (see `batch`), with addresses: [ROW] int64. The set and `stops` must live as long as
-    compiled code may read there.
-    """
-    tables, ready = item_set.trie.tables, item_set.ready
-    row = np.zeros(form.ROW, np.int64)
-    row[: form.READY] = tables.pointers
-    row[form.READY] = ready.ctypes.data if len(ready) else 0
-    if stops is not None:
-        row[form.STOPS], row[form.STOP_COUNT] = stops.ctypes.data, len(stops)
-    return row
 
 
 def advance(arena: Arena, states: Tensor, tokens: Tensor, marks: Tensor | None, out: Tensor) -> Tensor:

@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from itemset.item_set import ItemSet, build
-from itemset.masking.batch import DEAD_COUNT, DEAD_LIST, READY, ROW, STOP_COUNT, STOPS
+from itemset.masking.batch import DEAD_COUNT, DEAD_LIST, READY, ROW, STOP_COUNT, STOPS, table_row
 from itemset.masking.bitmask import fill_bitmask_of
-from itemset.masking.cpu_kernels import children_from, next_state, table_row
+from itemset.masking.cpu_kernels import children_from, next_state
 from itemset.trie.levels import WIDE
 from itemset.trie.pointers import array_at, compiled, load64, pointers_at
 from itemset.trie.tables import TERMINAL

@@ -2,14 +2,11 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass, field
+from typing import Any
 
 from itemset.item_set import ItemSet
 from itemset.serving.request_fields import LOGPROBS
-
-if TYPE_CHECKING:
-    from itemset.serving.request import ItemRequest
 
 FIELDS = ("item", "items", LOGPROBS)
 """What an answer says of items: which it is, or which it holds, and its tokens' log-probabilities."""
@@ -66,29 +63,6 @@ class Expected:
             return None
         key, is_prefix = item
         return None if is_prefix and end == len(tokens) else {"key": key, **self.of_set}
-
-
-THOUGHT = "thought"
-"""What an answer says that is a thought: the `ItemRequest` for the list after it, until that is made."""
-
-
-@dataclass
-class Thought:
-    """One request's sampled answer before a list. params: the engine's own, of the answer. jobs: a list that has begun.
-    tokens: of the answer, once it has ended at its marker. table: the list, if the engine has made it already."""
-
-    asked: "ItemRequest"
-    params: Any
-    jobs: list[Any] = field(default_factory=list)
-    tokens: Sequence[int] = ()
-    table: Any = None
-    weighed: ClassVar[str] = ""
-
-    def answer_fields(self, tokens: Sequence[int], *, cut: bool, logs: Logs = ((), ())) -> dict[str, Any]:
-        """What an answer says: that its list is to be made, or that there is none, because it has ended elsewhere."""
-        if cut or tuple(tokens[-len(self.asked.marker) :]) != self.asked.marker:
-            return {"items": None}
-        return {THOUGHT: replace(self.asked, ended=replace(self, tokens=tokens))}
 
 
 def item_logprobs(log_p: Sequence[float], log_q: Sequence[float]) -> dict[str, list[float]] | None:

@@ -65,8 +65,8 @@ class Hooks:
         call with all its arguments, `original(name=value)` with other values for those named.
 
         why: if the docstring of `ours` does not say it. order: of several around one target, the lowest stands outside.
-        always: run where another backend is chosen too. extends: call ``ours(target)`` at the install, perhaps more than
-        once, and wrap nothing. Raises ValueError if a target has one of this order already, or at another time.
+        always: run where another backend is chosen too. extends: call ``ours(target)`` at the install, perhaps more
+        than once, and wrap nothing. Raises ValueError if a target has one of this order already, or at another time.
         """
 
         def declare(ours: Ours) -> Ours:

@@ -1,9 +1,9 @@
 """What a request asks of item sets, judged once: which set, which of its items, and what list or draws of them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from itemset.errors import shown
 from itemset.serving import request_fields as fields
@@ -16,7 +16,6 @@ from itemset.serving.wire import WIRE
 from itemset.text import Escape
 
 if TYPE_CHECKING:  # it imports torch
-    from itemset.serving.answer_fields import Thought
     from itemset.serving.constraint import Constraint
 
 BENDING: Mapping[str, tuple[Any, ...]] = {
@@ -116,6 +115,29 @@ class ItemRequest:
             return cls(name, choice, drawn=DrawOptions.of(given[DRAWS], given), weighed=weighed, **selection)
         ranked = None if k is None else ListOptions.of(k, given)
         return cls(name, choice, ranked, weighed=weighed, after=after, **selection)
+
+
+THOUGHT = "thought"
+"""What an answer says that is a thought: the `ItemRequest` for the list after it, until that is made."""
+
+
+@dataclass
+class Thought:
+    """One request's sampled answer before a list. params: the engine's own, of the answer. jobs: a list that has begun.
+    tokens: of the answer, once it has ended at its marker. table: the list, if the engine has made it already."""
+
+    asked: "ItemRequest"
+    params: Any
+    jobs: list[Any] = field(default_factory=list)
+    tokens: Sequence[int] = ()
+    table: Any = None
+    weighed: ClassVar[str] = ""
+
+    def answer_fields(self, tokens: Sequence[int], *, cut: bool, logs: Any = ()) -> dict[str, Any]:
+        """What an answer says: that its list is to be made, or that there is none, because it has ended elsewhere."""
+        if cut or tuple(tokens[-len(self.asked.marker) :]) != self.asked.marker:
+            return {"items": None}
+        return {THOUGHT: replace(self.asked, ended=replace(self, tokens=tokens))}
 
 
 def _list_after(given: Mapping[str, Any], *, alone: bool) -> str | bool:

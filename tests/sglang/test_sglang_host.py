@@ -18,8 +18,8 @@ from xgrammar import GrammarCompiler, GrammarMatcher, TokenizerInfo
 import itemset
 from itemset.masking import host
 from itemset.serving import hooks
-from sglang_static import scheduler_hooks
-from sglang_static.backend import StaticGrammar
+from sglang_static.scheduler import hooks as scheduler_hooks
+from sglang_static.scheduler.backend import StaticGrammar
 
 VOCABULARY = 2112
 FILL = "sglang.srt.constrained.base_grammar_backend:BaseGrammarObject.fill_vocab_mask_batched"

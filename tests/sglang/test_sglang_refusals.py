@@ -31,7 +31,7 @@ def length_of_six():
 
 @pytest.fixture
 def surface():
-    from sglang_static.http import SURFACE
+    from sglang_static.front.http import SURFACE
 
     modules = ["sglang.srt.entrypoints", "sglang.srt.managers"]
     return SURFACE, modules, {"custom_params", "sampling_params", "items"}, "sampling_params"

@@ -21,9 +21,9 @@ import itemset
 from itemset.masking import triton_kernels
 from itemset.masking.slots import MAX_STOP_TOKENS, Slots
 from itemset.serving.config import StaticConfig
-from sglang_static import processor
-from sglang_static.processor import ItemSetSampler, parents_of
-from sglang_static.speculation import MASKED, _Drafting
+from sglang_static.scheduler import masks
+from sglang_static.scheduler.drafts import MASKED, _Drafting
+from sglang_static.scheduler.masks import ItemSetSampler, parents_of
 
 COMPILES = "a GPU would compile"  # cpu/interpreted_triton.py
 
@@ -186,7 +186,7 @@ VOCABULARY, DRAFTS = 64, 4
 @pytest.fixture
 def sampler_of(monkeypatch):
     """An engine's sampler of item sets, without an engine: of four slots, in each of which a request has begun."""
-    monkeypatch.setattr(processor, "_current", [])
+    monkeypatch.setattr(masks, "_current", [])
 
     def make(items: list[list[int]], kernels: str = "numba") -> ItemSetSampler:
         sampler = ItemSetSampler(StaticConfig(inline_set_memory=1 << 20, item_set_kernels=kernels), "cpu", VOCABULARY)

@@ -16,7 +16,7 @@ from sglang_engines import NGRAM
 
 import itemset
 from itemset.ranking.lockstep import rows_of_passes
-from sglang_static import turns
+from sglang_static.scheduler import hooks
 
 # SGLang's own checks of its memory: at every step, and that no slot is freed twice.
 CHECKS = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1"}
@@ -290,7 +290,7 @@ def test_a_list_after_a_thought_is_that_of_two_requests(wide, name, options):
 
 
 def _note_cached(engine: Any) -> None:
-    from sglang_static import list_requests
+    from sglang_static.front import list_requests
 
     own = getattr(list_requests, "own_in_one_request", list_requests._in_one_request)
     list_requests.own_in_one_request, list_requests.cached = own, []
@@ -304,7 +304,7 @@ def _note_cached(engine: Any) -> None:
 
 
 def _cached(engine: Any) -> list[int]:
-    from sglang_static import list_requests
+    from sglang_static.front import list_requests
 
     return sorted(list_requests.cached)
 
@@ -319,7 +319,7 @@ def test_a_thought_ends_at_one_token_in_sglang(wide):
 
 def test_rounds_where_a_pass_has_no_memory(static):
     """It is known from the start, for the engine and not for one list."""
-    few = {"DEVICE_BYTES": str(turns.SEARCH + 4 * turns.LOGITS * 2112 * 100)}
+    few = {"DEVICE_BYTES": str(hooks.SEARCH + 4 * hooks.LOGITS * 2112 * 100)}
     small = static("device", **{**WIDE, "env": CHECKS | few})
     assert "passes have memory for 80 rows of 320" in small.log()
     before = requests(small)
@@ -335,13 +335,13 @@ def test_rounds_where_a_pass_has_no_memory(static):
 
 @pytest.mark.parametrize(("free", "rows"), [(0, 0), (9, 0), (10, 1), (45, 3), (130, 13), (10_000, 13)])
 def test_as_many_rows_as_have_memory(monkeypatch, free, rows):
-    monkeypatch.setattr(turns, "SEARCH", 0)
+    monkeypatch.setattr(hooks, "SEARCH", 0)
 
     def reserve(nbytes):
         if nbytes > free:
             raise RuntimeError
 
-    assert turns.rows_in_memory(13, 10, reserve) == rows
+    assert hooks.rows_in_memory(13, 10, reserve) == rows
 
 
 def test_lists_wait_for_room(static):

@@ -298,9 +298,9 @@ REPORTS: dict[str, Callable[[ModuleType], None]] = {
     "sglang.srt.beam_search.coordinator": report_reclaimed,
     "sglang.srt.managers.scheduler": report_left,
     "sglang.srt.managers.tp_worker": report_delays,
-    "sglang_static.step_lists": report_reads,
-    "sglang_static.processor": report_unnamed_reads,
-    "sglang_static.turns": report_turns,
+    "sglang_static.scheduler.lists": report_reads,
+    "sglang_static.scheduler.masks": report_unnamed_reads,
+    "sglang_static.scheduler.turns": report_turns,
 }
 if os.environ.get("TESTS_SGLANG_REPORTS") == "1":
     AFTER |= REPORTS

@@ -1,0 +1,73 @@
+"""The item of every answer: found where SGLang hands a finished output to its endpoints, put into their bodies.
+
+An output's item is `meta_info["item"]`: {"key": ...}, or None if the answer did not end at an item's end; if item sets
+stand in its constraint, `meta_info["items"]` is a list of them. Other outputs have no such entry.
+"""
+
+import logging
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Any
+
+from itemset.serving import http_bodies
+from itemset.serving.answer_fields import FIELDS
+from itemset.serving.request import THOUGHT, Thought
+from sglang_static.compat import hook
+from sglang_static.front import weights
+
+logger = logging.getLogger(__name__)
+
+EXPECTED = "expected_item"
+"""Attribute of a `GenerateReqInput` of one prompt: an `answer_fields.Expected`. Copies for `n` keep it."""
+
+CALLED = "item_set_of_answer"
+"""Attribute beside it: the reference of its set; None if it has a constraint with sets in it."""
+
+
+@hook("sglang.srt.managers.tokenizer_manager:TokenizerManager._stream_one_response")
+async def stream_one_response(
+    original: Callable[..., Any], self: Any, obj: Any, state: Any
+) -> AsyncGenerator[Any, None]:
+    """Which item a finished answer is: every output passes here, and its state has all of its tokens. After a thought
+    comes its list."""
+    expected = getattr(obj, EXPECTED, None)
+    async with aclosing(original()) as parts:
+        async for part in parts:
+            info, finish = part["meta_info"], part["meta_info"].get("finish_reason")
+            logs = weights.taken(info, state) if expected is not None and expected.weighed else ((), ())
+            if expected is not None and finish:
+                from sglang_static.metrics import count_answer
+
+                by_string = isinstance(finish.get("matched"), str)
+                cut = finish["type"] not in ("stop", "length") or (by_string and isinstance(expected, Thought))
+                told = expected.answer_fields(state.output_ids, cut=cut, logs=logs)
+                if THOUGHT in told:
+                    from sglang_static.front.list_requests import after_thought
+
+                    told = {"items": await after_thought(self, obj, told[THOUGHT])}
+                stopped, reference = not by_string and finish["type"] == "stop", getattr(obj, CALLED, None)
+                if fault := count_answer(reference, expected, state.output_ids, told, stopped=stopped):
+                    logger.error("Request %s: %s", obj.rid, fault)
+                info.update(told)
+            yield part
+
+
+_PARSER = "sglang.srt.parser.reasoning_parser:ReasoningParser"
+
+
+@hook(f"{_PARSER}.parse_non_stream", why="an item is content: parsers take for reasoning all that no mark ends")
+def parse_non_stream(original: Callable[..., Any], full_text: str) -> Any:
+    return (None, full_text) if http_bodies.body().whole else original()
+
+
+@hook(f"{_PARSER}.parse_stream_chunk", why="the same of a stream")
+def parse_stream_chunk(original: Callable[..., Any], chunk_text: str) -> Any:
+    return (None, chunk_text) if http_bodies.body().whole else original()
+
+
+def note(output: Any) -> None:
+    """Keep what an output says of items, for the choices that its endpoint makes: of one answer, or of all."""
+    given = http_bodies.body()
+    for i, one in enumerate(output if isinstance(output, list) else [output]):
+        if fields := {name: one["meta_info"][name] for name in FIELDS if name in one["meta_info"]}:
+            given.items[0, one.get("index", i)] = fields

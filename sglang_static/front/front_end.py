@@ -1,0 +1,186 @@
+"""The front end: a request's item set is found, checked and attached to it before a scheduler sees it."""
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+from sglang.srt.constrained.json_schema_validation import validate_xgrammar_json_schema
+
+from itemset.embedded.holes import Vocabulary
+from itemset.serving.catalogue import RefusedError
+from itemset.serving.config import ModelLimits, StaticConfig, Words
+from itemset.serving.constraint import JSON
+from itemset.serving.front_end import FrontEndBase
+from itemset.serving.http_bodies import body, while_connected
+from itemset.serving.list_runner import Lists, OneRequest
+from itemset.serving.lost_fields import refuse_lost
+from itemset.serving.request import ItemRequest, Thought, wants_candidates
+from itemset.serving.request_fields import BEAMS, DRAWS, LIST, LIST_AFTER, LOGPROBS, wrong_type
+from itemset.serving.sampler_limits import refuse_unsampled
+from itemset.serving.wire import WIRE, Tokens
+from sglang_static import compat
+from sglang_static.front import answers, weights
+from sglang_static.front.list_requests import AFTER
+from sglang_static.front.request import OTHERS, asked, check_prompts, in_place, names_sets, wants_list
+
+logger = logging.getLogger(__name__)
+
+RESERVED = 2  # tokens that SGLang keeps of a context (managers/scheduler.py, init_req_max_new_tokens)
+
+
+class FrontEnd(FrontEndBase):
+    """SGLang's."""
+
+    words = Words("context_length", "--context-length", "min_new_tokens", compat.VARIABLE)
+
+    @staticmethod
+    def validate(kind: str, spec: str) -> None:
+        """Raises ValueError for what SGLang refuses with xgrammar (constrained/xgrammar_backend.py, dispatch_json)."""
+        if kind == JSON:
+            validate_xgrammar_json_schema(json.loads(spec))
+
+    def __init__(self, manager: Any) -> None:
+        config, model = StaticConfig.of(compat.options()), manager.model_config
+        tokenizer = manager.tokenizer
+        if tokenizer is None:
+            raise ValueError("the static backend needs the model's tokenizer: leave out --skip-tokenizer-init")
+        self._ends = set(model.hf_eos_token_id or ()) | {tokenizer.eos_token_id} - {None}
+        self._all_ends = self._ends | set(getattr(tokenizer, "additional_stop_token_ids", None) or ())
+        self._defaults, self._context = manager.preferred_sampling_params or {}, model.context_len - RESERVED
+        seats = compat.seats(manager.server_args)
+        super().__init__(
+            config,
+            tokenizer,
+            ModelLimits(model.vocab_size, model.context_len, RESERVED, self._ends),
+            lambda: Vocabulary(compat.token_info(tokenizer, model.vocab_size, model.hf_eos_token_id)),
+            OneRequest(logger.warning, beams=seats, widest=None, too_many="more draws than the engine has seats for"),
+            json_options=compat.json_options(),
+        )
+        self.lists = Lists(seats, lambda: compat.unfinished(manager))
+        self._speculates = manager.server_args.speculative_algorithm is not None
+        self._why_no_weights = compat.why_host_path(manager.server_args)  # they need what the device path does
+        reason = "as configured" if config.item_set_path == "host" else self._why_no_weights
+        self.host_path = reason is not None
+        path = f"host path: {reason}" if reason else "device path, masks inside the sampler"
+        logger.info("Grammar backend static, %s. Item sets: %s", path, self.checks.summary())
+
+    async def judge(self, request: Any, http_request: Any) -> bool:
+        """Judge what each prompt of a request says, once: where one has a set, an ItemRequest takes the place of the
+        words, at the key item_set of its sampling parameters. Returns whether they are to get ranked lists.
+
+        Await it on the event loop before anything is done with a request. Encoding of inline sets stops if the client
+        leaves. Raises RefusedError, or ItemSetError for what is wrong with an inline set's items.
+        """
+        fields, given, processors = body().fields or {}, request.sampling_params, request.custom_logit_processor
+        each = given if isinstance(given, list) else [given]
+        if not all(params is None or isinstance(params, dict) for params in each):
+            raise wrong_type("sampling_params of one prompt must be an object: send no list of them")
+        ranked = bool(each) and wants_list(each[0] or {}, fields)
+        if any(wants_candidates(params) != wants_candidates(each[0]) for params in each):
+            raise RefusedError("beam search", f"{LIST}, or {DRAWS}: true, is for all prompts of a batch or for none")
+        with_defaults = [{**self._defaults, **(params or {})} for params in each]
+        requests = [asked(params, fields, ranked=ranked) for params in with_defaults]
+        for i, one in enumerate(requests):
+            if one is not None and one.constraint is not None:
+                requests[i] = await while_connected(self.prepare(one), http_request)
+                if requests[i] is not None and sum(bool(with_defaults[i].get(name)) for name in OTHERS) > 1:
+                    raise RefusedError("two constraints", f"of {', '.join(OTHERS)} only one can hold: omit the others")
+        inside = sum(one is not None and one.constraint is not None for one in requests)
+        refuse_lost(body().stated, reached=inside)
+        if ranked and inside:
+            raise RefusedError("beam search", f"a beam search takes no item_set inside a grammar: omit {BEAMS}", BEAMS)
+        if hasattr(request, "input_ids") and (any(requests) or (fields and not each)):
+            check_prompts(request, listed=ranked)
+        if not any(requests):
+            return False
+        if ranked and None in requests:
+            raise RefusedError(
+                "beam search",
+                f"sampling_params[{requests.index(None)}] has no item set, and others of this batch have one: give "
+                "each prompt its set, or send those without one in a request of their own",
+            )
+        made: dict[int, Any] = {}  # by the identity of its list, which prompts may share
+        judged = []
+        for i, (params, one) in enumerate(zip(each, requests, strict=True)):
+            if one is None:
+                judged.append(params)
+                continue
+            refuse_unsampled(with_defaults[i], self.vocab_size)
+            theirs = processors if isinstance(processors, list) else [processors]
+            if any(own is not None for own in (theirs[i : i + 1] if len(theirs) == len(each) else theirs)):
+                raise RefusedError(
+                    "custom_logit_processor",
+                    "custom_logit_processor is not supported with an item set, from which it could lead away: leave it "
+                    "out",
+                )
+            if one.weighed and not ranked and not one.after:
+                self._check_weighed(one.weighed, request, i, params or {})
+            if one.choice is not None and one.made is None:
+                one = replace(one, made=made.get(id(one.choice)))
+            waits = one.chooses or (one.choice is not None and one.made is None)
+            pinned = await while_connected(self.prepare(one), http_request) if waits else self.pinned(one)
+            assert pinned is not None
+            made[id(one.choice)] = pinned.made
+            judged.append(in_place(params or {}, pinned))
+        request.sampling_params = judged if isinstance(given, list) else judged[0]
+        return ranked
+
+    def _check_weighed(self, weighed: str, request: Any, prompt: int, params: Mapping[str, Any]) -> None:
+        """Raises RefusedError where the answers to one of a request's prompts can have no weights."""
+        logprobs = getattr(request, "return_logprob", None)
+        if isinstance(logprobs, list):
+            logprobs = prompt < len(logprobs) and logprobs[prompt]
+        instead_of = "log-probabilities" if logprobs and not hasattr(request, weights.ASKED) else None
+        reason = "with speculation" if self._speculates and weighed == LOGPROBS else self._why_no_weights
+        self.check_weight(weighed, reason, instead_of=instead_of, ignore_eos=params.get("ignore_eos"))
+
+    def attach(self, asked: ItemRequest, request: Any, params: Any, prompt: list[int]) -> None:
+        """Write a pinned request into its `SamplingParams` for the scheduler, and note which items its answers may be.
+        request: a GenerateReqInput.
+
+        Raises RefusedError where a set and the other parameters leave no way to end an item.
+        """
+        if asked.marker:
+            setattr(request, answers.EXPECTED, self._think(asked, request, params, prompt))
+            return
+        stops = set(params.stop_token_ids or ())
+        ends, least = stops | self._ends, {"prompt_tokens": len(prompt), "min_tokens": params.min_new_tokens}
+        carried = self.engine_request(asked, stop_tokens=ends, **least)
+        if not ends:
+            raise RefusedError("no end", "the model has no end token: give the request stop_token_ids")
+        params.custom_params = {**(params.custom_params or {}), WIRE: carried.json()}
+        content = compat.content_after_reasoning(self._tokenizer, request)
+        body().begin(thinks=content is not None)
+        if not params.ignore_eos:
+            params.skip_special_tokens = params.spaces_between_special_tokens = False  # an item shows its own
+        setattr(request, answers.EXPECTED, self.expected(asked, frozenset(stops | self._all_ends), content))
+        setattr(request, answers.CALLED, carried.reference or None)
+
+    def _think(self, asked: ItemRequest, request: Any, params: Any, prompt: list[int]) -> Thought:
+        """Let a thought end at its marker, and leave room for the items after it."""
+        self.refuse_inside(names_sets(request.sampling_params))
+        limits: dict[str, Any] = {"prompt_tokens": len(prompt) + len(asked.marker), "after": AFTER}
+        limits["reasons"] = {"LoRA adapter": request.lora_path is not None}
+        job = self.begin_list(asked, self._tokenizer.eos_token_id, **limits)
+        room = self._context - AFTER - job.item_set.longest - len(prompt)
+        params.max_new_tokens = min(params.max_new_tokens or room, room)
+        params.stop_token_ids = {*(params.stop_token_ids or ()), *asked.marker}
+        params.no_stop_trim = True
+        return Thought(asked, prompt, [job])
+
+    def _marker(self, after: str | bool) -> Tokens:
+        if len(marker := super()._marker(after)) > 1:
+            message = (
+                f"{LIST_AFTER} has {len(marker)} tokens, and SGLang ends an answer at one: give one that is a token"
+            )
+            raise wrong_type(message, LIST_AFTER)
+        return marker
+
+    def reasoning_end(self) -> Tokens:
+        """Do `FrontEndBase.reasoning_end`."""
+        content = compat.content_after_reasoning(self._tokenizer, SimpleNamespace(require_reasoning=True))
+        return tuple(content.args[0]) if isinstance(content, partial) else ()

@@ -1,0 +1,169 @@
+"""Where SGLang keeps what a request asks of item sets: an ItemRequest at `sampling_params["item_set"]`, once judged."""
+
+from array import array
+from collections.abc import Mapping
+from numbers import Integral
+from typing import Any
+
+from itemset.serving import request_fields
+from itemset.serving.catalogue import RefusedError
+from itemset.serving.constraint import EBNF, JSON, TAG
+from itemset.serving.http_bodies import body
+from itemset.serving.lost_fields import holds_sets, undisguised
+from itemset.serving.request import ItemRequest, candidates, refuse_beside, wants_candidates, wants_draws
+from itemset.serving.request_fields import BEAMS, CHOICE, CUSTOM, LOGPROBS, REFERENCE, SELECTION, SLATE, WEIGHT
+
+CARRIED = "item_set_list"
+"""Attribute of the `GenerateReqInput` that asks for a list in one request: its EngineRequest."""
+_WORDS = (REFERENCE, CHOICE, SLATE, WEIGHT, LOGPROBS, *SELECTION)
+_OF_LIST = (request_fields.LIST, request_fields.LIST_AFTER, *request_fields.OPTIONS)
+KINDS = {"json_schema": JSON, "ebnf": EBNF, "structural_tag": TAG}
+"""The constraints, in `sampling_params`, in which item sets can stand."""
+OTHERS = ("json_schema", "regex", "ebnf", "structural_tag")
+"""SGLang's own constraints, in `sampling_params`."""
+
+
+def places(params: Mapping[str, Any], fields: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Where our words may stand: in the body of an HTTP request, of which these are the `fields`, in `sampling_params`
+    as SGLang's own `regex` does, and in their `custom_params`."""
+    custom = params.get(CUSTOM)
+    return [fields, custom if isinstance(custom, dict) else {}, params]
+
+
+def wants_list(params: Mapping[str, Any], fields: Mapping[str, Any]) -> bool:
+    """Whether the parameters of a prompt ask for a beam search, or for draws."""
+    if any(map(wants_draws, places(params, fields))) or wants_candidates(params):
+        return True
+    return bool(fields.get(BEAMS)) or params.get("beam_width") not in (None, 0, 1)
+
+
+def asked(params: Mapping[str, Any], fields: Mapping[str, Any], *, ranked: bool) -> ItemRequest | None:
+    """What the parameters of one prompt say of item sets, with the fields of its body; None if nothing.
+
+    ranked: whether the prompts of its request get ranked lists. Of a constraint it is not known yet whether sets stand
+    in it. Raises RefusedError as `ItemRequest.of` does, and for words of a beam search that mean nothing here.
+    """
+    if isinstance(before := params.get(REFERENCE), ItemRequest):  # the same request comes again
+        return before
+    each = places(params, fields)
+    given = {key: value for place in each for key, value in place.items()}
+    others = [key for key in OTHERS if params.get(key)]
+    k, twice = None, False
+    if wants_candidates(params):
+        given, k = candidates(given, params)
+        given |= _of_draws({**params, "n": None}, fields) if k is None else {}
+        drawn = k is None
+    elif drawn := wants_draws(given):
+        given |= _of_draws(params, fields)
+    elif ranked:
+        k = params.get("n") or 1
+        if not fields.get(BEAMS):  # SGLang: the beam, or n of it
+            twice, width = given.get("width") is not None, params.get("beam_width") or 1
+            given["width"] = width
+            k = width if k == 1 or (isinstance(k, int) and isinstance(width, int) and k > width) else k
+    request = ItemRequest.of(
+        [place.get(REFERENCE) for place in each],
+        [place.get(CHOICE) for place in each],
+        given,
+        k=k,
+        draws=drawn,
+        where="sampling_params",
+        constraints=(REFERENCE, CHOICE, ", ".join(others) or "other constraints"),
+        other=bool(others),
+    )
+    if request is not None and twice:
+        message = "beam_width is the width of a list here: leave width out, and give n"
+        raise RefusedError("beam search", message, "width")
+    if request is not None and not ranked and wants_list(params, fields):
+        message = "beam_width would ignore the item set here: leave it out, and use n for several answers"
+        raise RefusedError("beam search", message, "beam_width")
+    stated = constraint_of(params, fields) if request is None else None
+    return request if stated is None else ItemRequest(constraint=stated)
+
+
+def _of_draws(params: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of draws that have SGLang's own words. On an OpenAI endpoint SGLang has filled the parameters in.
+
+    Raises RefusedError for parameters that draws cannot follow.
+    """
+    if fields.get(BEAMS):
+        return {name: fields.get(name) for name in ("seed", "temperature")}
+    refuse_beside(params)
+    seeds = (*(place.get("seed") for place in places(params, fields)), params.get("sampling_seed"))
+    seed = next((seed for seed in seeds if seed is not None), None)
+    return {"seed": seed, "temperature": params.get("temperature")}
+
+
+def in_place(params: Mapping[str, Any], request: ItemRequest) -> dict[str, Any]:
+    """The parameters of one prompt in which the judged request stands in place of what it was read from."""
+    own = without_words(params)
+    if isinstance(own.get(CUSTOM), dict):
+        own[CUSTOM] = without_words(own[CUSTOM]) or None
+    read = (*KINDS,) if request.constraint is not None else _OF_LIST if request.after else ()
+    if request.constraint is None and not request.after:
+        own = {"max_new_tokens": None} | own | ({"max_new_tokens": None} if body().unlimited else {})
+    return {**{key: value for key, value in own.items() if key not in read}, REFERENCE: request}
+
+
+def without_words(params: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in params.items() if key not in _WORDS}
+
+
+def constraint_of(params: Mapping[str, Any], fields: Mapping[str, Any]) -> tuple[str, Any] | None:
+    """The kind and the text of the constraint of one prompt; None if there is none in which sets can stand.
+
+    fields: of its body, as for `request.places`.
+    """
+    for place in places(params, fields):
+        if place.get(SLATE) is not None:
+            return SLATE, place[SLATE]
+    given = next(((kind, params[name]) for name, kind in KINDS.items() if params.get(name)), None)
+    return (TAG, undisguised(given[1])) if given is not None and given[0] == TAG else given
+
+
+def names_sets(params: Mapping[str, Any]) -> bool:
+    """Whether a set stands in the constraint of one prompt."""
+    given = constraint_of(params, {})
+    return given is not None and holds_sets(*given)
+
+
+PROMPTS = ("text", "input_ids", "input_embeds", "session_params", "lora_path")
+"""Fields of a `GenerateReqInput` that have to do with its prompts."""
+_DROPPED = (
+    *("return_hidden_states", "return_routed_experts", "return_sampling_mask", "session_params", "session_id"),
+    *("image_data", "video_data", "audio_data"),
+)
+"""Those that a list has not, because requests of our own make it."""
+
+
+def check_prompts(request: Any, *, listed: bool) -> None:
+    """Raises RefusedError for prompts, and lists of parameters, that do not go together: SGLang would answer 500.
+
+    request: a GenerateReqInput, or what is known of it. listed: whether it is to get lists or draws.
+    """
+    prompts = request.text if request.input_ids is None else request.input_ids
+    alone = isinstance(prompts, str) or _are(Integral, prompts)
+    if not alone and not (
+        _are(str, prompts) or (_are(list | tuple | array, prompts) and all(_are(Integral, one) for one in prompts))
+    ):
+        others = request.session_params or (prompts is None and request.input_embeds is not None)
+        if not others or listed:
+            what = "a ranked list or draws need" if listed else "an item set needs"
+            message = f"{what} a prompt: give text, or input_ids, one or a list that is not empty"
+            raise request_fields.wrong_type(message, "text")
+        return
+    for name in ("sampling_params", "lora_path"):
+        value, count = getattr(request, name), 1 if alone else len(prompts)
+        if isinstance(value, list) and (alone or len(value) != count):
+            message = f"{name} is a list of {len(value)}, and there are {count} prompts: give one for each"
+            message = f"{name} of one prompt is no list: take it out of that" if alone else message
+            raise request_fields.wrong_type(message, name)
+    for name in _DROPPED if listed else ():
+        if getattr(request, name, None) not in (None, False, []):
+            raise RefusedError("beam search", f"a ranked list or draws would ignore {name}: omit it", name)
+
+
+def _are(kind: Any, values: Any) -> bool:
+    """Whether values are of this kind, in a list that is not empty."""
+    kinds = set(map(type, values)) if isinstance(values, list | tuple | array) else ()
+    return bool(kinds) and all(issubclass(one, kind) for one in kinds)

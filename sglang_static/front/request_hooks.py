@@ -1,0 +1,96 @@
+"""The hooks by which a request with an item set passes SGLang's front end, of a server or offline."""
+
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+from itemset.errors import ItemSetError
+from itemset.serving.config import start_up
+from itemset.serving.request_fields import REFERENCE
+from itemset.serving.wire import WIRE
+from sglang_static import compat
+from sglang_static.compat import hook
+from sglang_static.front import answers, version_watcher, weights
+from sglang_static.front.request import CARRIED, names_sets, places, without_words
+
+
+@hook("sglang.srt.entrypoints.http_server:app", extends=True)
+def _add_middleware(app: Any) -> None:
+    """The middleware that brings a body's fields to its request, innermost; the routes of /v1/item_sets."""
+    from starlette.middleware import Middleware
+
+    from itemset.serving.http_bodies import add_routes
+    from sglang_static.front.http import ItemSetFields
+
+    if not any(one.cls is ItemSetFields for one in app.user_middleware):
+        app.user_middleware.append(Middleware(ItemSetFields))
+        add_routes(app, lambda state: version_watcher.follower_of(compat.server_manager()))
+
+
+@hook("sglang.srt.managers.tokenizer_manager:TokenizerManager.init_tokenizer_and_processor", always=True)
+def _init_tokenizer(original: Callable[..., Any], self: Any) -> None:
+    """The front end, made at start-up."""
+    original()
+    self.static_front_end = None
+    if compat.is_ours(self.server_args):
+        from sglang_static.front.front_end import FrontEnd
+
+        with start_up():
+            self.static_front_end = FrontEnd(self)
+
+
+@hook("sglang.srt.managers.tokenizer_manager:TokenizerManager.generate_request")
+async def _generate_request(
+    original: Callable[..., Any], self: Any, obj: Any, request: Any
+) -> AsyncGenerator[Any, None]:
+    """Requests are judged, inline sets encoded beside the event loop; a ranked list in place of a beam search."""
+    version_watcher.follower_of(self)  # once there is an event loop
+    if self.static_front_end is not None and hasattr(obj, "custom_logit_processor"):
+        from itemset.serving.metrics import refusals
+        from sglang_static.front import list_requests
+
+        with refusals():
+            # Encoding a large inline set takes seconds, and all below runs on the event loop.
+            ranked = await self.static_front_end.judge(obj, request)
+            async for part in list_requests.ranked(original, self, obj, request) if ranked else original():
+                answers.note(part)
+                yield part
+            return
+    async for part in original():
+        yield part
+
+
+@hook("sglang.srt.entrypoints.http_server:ORJSONRequest.json", always=True)
+def _parse_body(original: Callable[..., Any], self: Any) -> Any:
+    """A body is judged once parsed, before words are dropped."""
+    from itemset.serving import http_bodies
+
+    return http_bodies.judged(original, self)
+
+
+@hook("sglang.srt.managers.tokenizer_manager:TokenizerManager._create_tokenized_object", always=True)
+def _create_tokenized_object(original: Callable[..., Any], self: Any, obj: Any, input_ids: Any) -> Any:
+    """The item set is attached to its request."""
+    front_end = self.static_front_end
+    if front_end is None:
+        from itemset.serving.http_bodies import body
+
+        given = obj.sampling_params if isinstance(obj.sampling_params, dict) else {}
+        named = any(place.get(REFERENCE) for place in places(given, body().fields or {}))
+        if named or names_sets(given):  # ignored, or an unknown parameter
+            raise ItemSetError("this engine has no item sets: start it with --grammar-backend static and --item-set")
+        return original()
+    if (carried := getattr(obj, CARRIED, None)) is not None:
+        tokenized = original()
+        tokenized.sampling_params.custom_params = {WIRE: carried.json()}
+        return tokenized
+    given, obj.sampling_params = obj.sampling_params, without_words(obj.sampling_params)
+    asked = given.get(REFERENCE)
+    if asked is not None and asked.weighed and not asked.after:
+        weights.ask(obj, asked.weighed)
+    try:
+        tokenized = original()
+    finally:
+        obj.sampling_params = given  # the same request may be tokenized again
+    if asked is not None:
+        front_end.attach(asked, obj, tokenized.sampling_params, list(input_ids or ()))
+    return tokenized

@@ -1,0 +1,1 @@
+"""The schedulers, which share their processes with the workers: grammars, masks, lists."""

@@ -1,0 +1,174 @@
+"""The grammar backend of a scheduler: item sets on the host path, everything else by xgrammar."""
+
+import logging
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject, register_grammar_backend
+from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
+
+from itemset import ItemSet, ItemSetError
+from itemset.embedded.composite_grammar import Composite
+from itemset.embedded.holes import Vocabulary
+from itemset.masking.arena import ArenaFullError, Place
+from itemset.masking.host import HostState
+from itemset.masking.slots import MAX_STOP_TOKENS
+from itemset.serving.catalogue import Catalogue
+from itemset.serving.config import BACKEND, StaticConfig
+from itemset.serving.constraint import Grammars
+from itemset.serving.version_rollout import Preparer
+from itemset.serving.warm_up import compile_all
+from itemset.serving.wire import WIRE, HolesSpec, read
+from sglang_static import compat
+from sglang_static.metrics import SchedulerFigures
+from sglang_static.scheduler import masks
+from sglang_static.scheduler.masks import receive_request
+from sglang_static.scheduler.versions import RankDevices
+
+logger = logging.getLogger(__name__)
+
+
+class StaticGrammar(BaseGrammarObject):
+    """One request's item set, or grammar with sets in it, as SGLang wants it (constrained/base_grammar_backend.py).
+
+    The first grammar of a batch makes, moves and applies the mask of all: ours is xgrammar's bitmask, so that either
+    may be the first.
+    """
+
+    allocate_vocab_mask = XGrammarGrammar.allocate_vocab_mask
+    move_vocab_mask = staticmethod(XGrammarGrammar.move_vocab_mask)
+    apply_vocab_mask = XGrammarGrammar.apply_vocab_mask
+
+    def __init__(self, begin: Callable[[], HostState | Composite]) -> None:
+        """begin: makes a request's place in its set, or in a grammar with sets in it."""
+        super().__init__()
+        self._begin, self.host = begin, begin()
+        self.of_set = isinstance(self.host, HostState)
+
+    def accept_token(self, token: int) -> None:
+        """Raises ValueError for a token that leaves the set, or the grammar."""
+        host: Any = self.host
+        if not host.accept([token] if self.of_set else token):
+            raise ValueError(f"the token {token} leaves the {'item set' if self.of_set else 'grammar'}")
+        self.current_token = token
+
+    def rollback(self, k: int) -> None:
+        self.host.rollback(k)
+
+    def is_terminated(self) -> bool:
+        """Never: SGLang lifts the mask of a terminated grammar, and a request may go on after its end (`ignore_eos`).
+        After an item the mask allows the stop tokens alone, at which SGLang ends the request."""
+        return False
+
+    def fill_vocab_mask(self, vocab_mask: torch.Tensor, idx: int) -> None:
+        """Fill one row; a hook fills those of a step."""
+        self.host.fill_bitmask(vocab_mask.numpy()[idx])
+
+    def copy(self) -> "StaticGrammar":
+        return StaticGrammar(self._begin)
+
+
+class StaticBackend:
+    """The item sets of one scheduler, and the way that each request with one takes."""
+
+    def __init__(self, vocabulary: Callable[[], Vocabulary]) -> None:
+        """Open the registered sets. Raises ItemSetError as `itemset.load` does.
+
+        vocabulary: makes the model's, once a request needs it.
+        """
+        self._sampler = sampler = masks.current()
+        self._catalogue = Catalogue(StaticConfig.of(compat.options())) if sampler is None else sampler.catalogue
+        self._plan = None if sampler is None else sampler.arena.plan
+        self._figures = SchedulerFigures(self._plan, counted=compat.counts_requests())
+        self.preparer = Preparer(self._catalogue, logger, RankDevices(sampler))
+        self._grammars = Grammars(vocabulary)
+        compile_all()
+
+    def admit(self, manager: Any, request: Any) -> bool | None:
+        """Give the request its set, or its grammar with sets in it. Return whether it waits for that; None if it has
+        neither.
+
+        On the device path a request with a set stays one without a grammar, as far as SGLang can see. One that cannot
+        be served is ended with its reason, HTTP 400.
+        """
+        custom = request.sampling_params.custom_params or {}
+        if (carried := read(custom)) is None:
+            return None
+        try:
+            if carried.holes is not None:
+                del custom[WIRE]
+                return self._admit_holes(manager, request, carried.holes)
+            _, item_set = receive_request(self._catalogue, custom)
+            self._check_room(manager.scheduler, request, item_set)
+            compat.decode_alone(request)
+            stops = compat.stop_tokens(request)
+            on_device = self._claim(manager, request, item_set, stops)
+            # With n above 1 SGLang first asks for no token, so that the others find the prompt in its cache.
+            if request.sampling_params.max_new_tokens > 0 and carried.ranked is None:
+                self._figures.admitted("device" if on_device else "host")
+            if not on_device:
+                grammar = StaticGrammar(partial(HostState, item_set, stops))
+                request.grammar = compat.after_reasoning(manager, request, grammar)
+                manager._apply_request_reasoning_config(request)
+        except ItemSetError as error:
+            self._figures.refused()
+            request.set_finish_with_abort(str(error))
+        return False
+
+    def _claim(self, manager: Any, request: Any, item_set: ItemSet, stops: set[int]) -> bool:
+        """Claim a place for the request's set, held for as long as the request exists: it takes the device path.
+
+        False, and nothing done, if it must take the host path: a full arena, too many stop tokens, or an end of its
+        reasoning of more than one token.
+        """
+        start = compat.reasoning_end_token(manager, request)
+        if self._plan is None or start is None or len(stops) > MAX_STOP_TOKENS:
+            return False
+        try:
+            resident = self._plan.acquire(item_set)
+        except ArenaFullError as error:
+            logger.warning("An item set takes the host path: %s (inline_set_memory of the plugin's options)", error)
+            return False
+        # A request ends in many places of SGLang; that nothing holds on to it any more is the one sign of them all.
+        weakref.finalize(request, self._figures.released, resident.number)
+        place = Place(resident.number, resident.start, resident.digest, start, resident.below)
+        request.item_set = masks.Admitted(item_set, place, tuple(sorted(stops)))
+        return True
+
+    def _admit_holes(self, manager: Any, request: Any, holes: HolesSpec) -> bool:
+        spec, stops = holes.grammar, compat.stop_tokens(request)
+        sets = {one.reference: self._catalogue.receive(one).item_set for one in holes.sets}
+        for item_set in sets.values():
+            self._check_room(manager.scheduler, request, item_set)
+
+        def compiled() -> Any:
+            begin = partial(self._grammars.get(spec, sets.__getitem__).begin, stops)
+            return compat.after_reasoning(manager, request, StaticGrammar(begin))
+
+        self._figures.admitted("host")
+        compat.compile_later(manager, request, WIRE, compiled, self._grammars.threads(spec))
+        return True
+
+    def _check_room(self, scheduler: Any, request: Any, item_set: ItemSet) -> None:
+        """The front end checks against the context; only here the size of the KV cache is known."""
+        room = scheduler.max_req_len - len(request.origin_input_ids) - 1
+        if item_set.longest > room:
+            raise ItemSetError(
+                f"the item set has an item of {item_set.longest} tokens, but the KV cache leaves room for {room}: "
+                "shorten the prompt or the item, or raise --mem-fraction-static or --max-total-tokens"
+            )
+
+
+def register() -> None:
+    """Register the backend with SGLang."""
+    register_grammar_backend(BACKEND, make_backend)
+
+
+def make_backend(server_args: Any, tokenizer: Any, vocab_size: int, end_tokens: Any) -> Any:
+    """What SGLang's registry calls: its own backend for other grammars, with ours beside it."""
+    backend = compat.everything_else(tokenizer, vocab_size, end_tokens)
+    backend.static_backend = StaticBackend(lambda: Vocabulary(compat.token_info(tokenizer, vocab_size, end_tokens)))
+    return backend

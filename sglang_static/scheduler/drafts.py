@@ -1,0 +1,195 @@
+"""Speculation inside item sets: draft models are masked step by step, draft trees are verified in one walk.
+
+All of it reads the same cells, and walks from there: a draft has no state of its own that could go wrong, and nothing
+has to be rolled back. What drafts may be recorded in SGLang's CUDA graphs, so it never looks at values.
+"""
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from itemset.masking.batch import LOCAL
+from itemset.trie.walk import FREE
+from sglang_static.compat import hook
+from sglang_static.scheduler import masks, weights
+from sglang_static.scheduler.masks import ItemSetSampler
+
+logger = logging.getLogger(__name__)
+
+MASKED = -1e30
+"""What masks the columns of a draft vocabulary: finite, because it may hold none of the legal tokens."""
+
+_WHOLE_ROWS = 16  # of the whole vocabulary, from which a draft vocabulary's columns are gathered, at a time
+
+_INFINITIES_END_THE_ENGINE = os.environ.get("SGLANG_ENABLE_ASYNC_ASSERT", "").lower() in ("1", "true")
+"""SGLang's debugging switch, by which draft logits must be finite (utils/async_probe.py)."""
+
+
+@hook("sglang.srt.speculative.eagle_utils:eagle_sample")
+def eagle_sample(
+    original: Callable[..., Any], verify_input: Any, batch: Any, logits_output: Any, grammar_mask: Any
+) -> Any:
+    """Verification of draft trees, in EAGLE, STANDALONE, NGRAM and their kin."""
+    sampler = masks.current()
+    if sampler is not None and (batch.forward_mode.is_idle() or not sampler.numbers(batch)):
+        sampler = None
+    if sampler is not None:
+        grammar_mask = sampler.tree_mask(verify_input, batch, grammar_mask)
+    with weights.verified(batch, logits_output.next_token_logits):
+        result = original(grammar_mask=grammar_mask)
+    if sampler is not None:
+        predict, lengths, indices = result
+        sampler.accept(batch, predict[indices.long()], lengths, walked=1)
+    return result
+
+
+@hook("sglang.srt.speculative.eagle_utils:_verify_coins", why="a coin of zero would accept an illegal draft")
+def verify_coins(original: Callable[..., Any]) -> Any:
+    """A draft is accepted where its coin is not above its probability: outside the set both may be zero."""
+    coins, final = original()
+    return coins.clamp(min=1e-9), final
+
+
+class _Drafting:
+    """One phase of a draft model: which requests it drafts for, and where each row stands in its request's set. The
+    rows are the requests, and then the branches of their trees."""
+
+    def __init__(self, sampler: ItemSetSampler, worker: Any, slots: Tensor, *, steps: bool) -> None:
+        """steps: whether each pass drafts one token more, after what the pass before it has drafted."""
+        self._sampler, self._steps, self._hot = sampler, steps, worker.hot_token_id
+        self._slots = slots.long()
+        self._states = sampler.committed(self._slots)
+
+    def mask(self, logits: Tensor, fed: Tensor | None) -> None:
+        """Mask draft logits, [rows, draft vocabulary], in place. fed: [rows], with steps, the drafts before them."""
+        rows, requests = len(logits), len(self._slots)
+        if not rows or rows % requests:
+            return
+        slots = self._slots.repeat_interleave(rows // requests)
+        states = self._states.repeat_interleave(rows // len(self._states))
+        if self._steps and fed is not None:
+            self._states = states = self._sampler.advance(states, fed, slots)
+        if self._hot is None:
+            self._sampler.slots.mask(states, slots, logits)
+            if _INFINITIES_END_THE_ENGINE:
+                logits.clamp_(min=MASKED)
+        elif len(self._hot) == logits.shape[1]:
+            for some, of, part in zip(*(one.split(_WHOLE_ROWS) for one in (states, slots, logits)), strict=True):
+                whole = part.new_zeros(len(part), self._sampler.vocab_size)
+                self._sampler.slots.mask(some, of, whole)
+                part.add_(whole[:, self._hot].clamp_(min=MASKED))
+
+    def select(self, original: Callable[..., Any], i: int, probabilities: Tensor) -> Any:
+        """Choose a tree's next rows, which keep their branches' states. probabilities: [rows, topk] of their tokens.
+
+        They are made to fall along each branch, where a forced token leaves them as they are and an illegal one makes
+        them zero: else a node could be chosen to be verified, and not the one above it.
+        """
+        free = (self._states & LOCAL == FREE)[:, None]
+        result = original(topk_p=torch.where(free, probabilities, probabilities.clamp(min=1e-9) * 0.999))
+        if i > 0:
+            chosen = result[3][2]  # [requests, topk] places: topk of the first step, then topk * topk a step
+            parents = (chosen // chosen.shape[1] - 1) % chosen.shape[1]
+            self._states = self._states.view(chosen.shape).gather(1, parents).flatten()
+        return result
+
+
+_stepping: list[_Drafting] = []  # the phase whose steps run
+
+
+@contextlib.contextmanager
+def _drafting(worker: Any, slots: Tensor, *, steps: bool) -> Iterator[None]:
+    """While this is entered, mask the logits of a worker's draft model, whether it runs or a CUDA graph is replayed,
+    which has one row for each request."""
+    sampler = masks.current()
+    if sampler is None:
+        yield
+        return
+    phase = _Drafting(sampler, worker, slots, steps=steps)
+    _stepping[:] = [phase] if steps else []
+    runner, graphs = worker.draft_runner, getattr(worker, "cuda_graph_runner_for_draft_extend", None)
+    forward, replay = runner.forward, getattr(graphs, "execute", None)
+
+    def masked(forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        fed = forward_batch.input_ids  # SGLang may pad them
+        result = forward(forward_batch, *args, **kwargs)
+        phase.mask(result.logits_output.next_token_logits, fed)
+        return result
+
+    def replayed(*args: Any, **kwargs: Any) -> Any:
+        assert replay is not None
+        output = replay(*args, **kwargs)
+        phase.mask(output.next_token_logits, None)
+        return output
+
+    runner.forward = masked
+    if graphs is not None:
+        graphs.execute = replayed
+    try:
+        yield
+    finally:
+        _stepping.clear()
+        del runner.forward
+        if graphs is not None:
+            del graphs.execute
+
+
+@hook("sglang.srt.speculative.eagle_worker_v2:EagleDraftWorker.draft_forward")
+def draft_forward(original: Callable[..., Any], self: Any, forward_batch: Any) -> Any:
+    """The drafts of EAGLE and STANDALONE but the first. Recorded in a CUDA graph, or run as it is."""
+    if forward_batch.forward_mode.is_idle():
+        return original()
+    with _drafting(self, forward_batch.req_pool_indices, steps=True):
+        return original()
+
+
+@hook("sglang.srt.speculative.eagle_worker_v2:EagleDraftWorker._draft_extend_for_prefill")
+def extend_after_prefill(original: Callable[..., Any], self: Any, batch: Any, next_token_ids: Tensor) -> Any:
+    """The first draft after a prompt; the token that was sampled there is taken first."""
+    sampler = masks.current()
+    if sampler is not None and len(batch.reqs):
+        sampler.accept(batch, next_token_ids[:, None], torch.ones_like(next_token_ids), walked=0)
+    with _drafting(self, batch.req_pool_indices, steps=False):
+        return original()
+
+
+@hook("sglang.srt.speculative.eagle_worker_v2:EagleDraftWorker._draft_extend_for_decode")
+def extend_after_verification(original: Callable[..., Any], self: Any, batch: Any) -> Any:
+    """The first draft after accepted ones."""
+    with _drafting(self, batch.req_pool_indices, steps=False):
+        return original()
+
+
+@hook("sglang.srt.speculative.spec_utils:select_top_k_tokens")
+def select_branches(original: Callable[..., Any], i: int, topk_p: Tensor) -> Any:
+    """A tree goes on from some of its rows: the states of its branches go with them."""
+    return _stepping[0].select(original, i, topk_p) if _stepping else original()
+
+
+@hook("sglang.srt.speculative.ngram_worker:NGRAMWorker._prepare_draft_tokens")
+def prepare_drafts(original: Callable[..., Any], batch: Any) -> Any:
+    """Forced tokens as drafts, in place of n-grams."""
+    drafts, trees = original()
+    if (sampler := masks.current()) is not None:
+        sampler.force_drafts(batch, *map(torch.from_numpy, (drafts, trees)))
+    return drafts, trees
+
+
+def warn_of_unmasked(given: Any, *, forced: bool) -> None:
+    """Warn of drafts that item sets do not mask. given: the server's resolved arguments. forced: `forced_drafts`."""
+    algorithm = given.speculative_algorithm
+    reasons = {
+        "they come from a table of n-grams": algorithm == "NGRAM" and not forced,
+        "it drafts in a way of its own": given.enable_multi_layer_eagle or algorithm == "FROZEN_KV_MTP",
+    }
+    if algorithm is not None and (reason := next((reason for reason, holds in reasons.items() if holds), None)):
+        logger.warning(
+            "Drafts of %s are not masked by item sets (%s): verification alone masks them, and fewer are accepted.",
+            algorithm,
+            reason,
+        )

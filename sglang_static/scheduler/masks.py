@@ -1,0 +1,323 @@
+"""Item sets inside SGLang's sampler: the state of each request slot, and the mask of each logits row."""
+
+import logging
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from itemset.item_set import ItemSet
+from itemset.masking.arena import Arena, Arrivals, Place, check_tables
+from itemset.masking.arena_plan import Holdings
+from itemset.masking.batch import LOCAL, STATE, TREE, Batch
+from itemset.masking.slots import MAX_STOP_TOKENS, NO_SET, Slots, as_table
+from itemset.ranking.beams import warm_up
+from itemset.serving.catalogue import Catalogue
+from itemset.serving.config import StaticConfig
+from itemset.serving.wire import WIRE, EngineRequest, SetRef, read
+from itemset.trie.walk import DEAD, END
+from sglang_static import compat
+from sglang_static.compat import hook
+
+logger = logging.getLogger(__name__)
+
+PADDED = 64  # columns of which SGLang's logits are a multiple (layers/vocab_parallel_embedding.py)
+
+_current: "list[ItemSetSampler]" = []
+
+
+def current() -> "ItemSetSampler | None":
+    """This process's sampler of item sets; None on the host path, and where tokens are not sampled."""
+    if not _current:
+        return None
+    (sampler,) = _current
+    if not hasattr(sampler, "slots") and (pool := getattr(sampler.runner, "req_to_token_pool", None)) is not None:
+        sampler.allocate(pool.req_to_token.shape[0], compat.verified_rows(sampler.runner.server_args))
+    return sampler
+
+
+class Admitted(NamedTuple):
+    """What the sampler must know of a request."""
+
+    item_set: ItemSet
+    place: Place
+    stop_tokens: tuple[int, ...]
+
+
+class Step(NamedTuple):
+    """The rows of one step, on the device. slots, last, begin: [rows], one a request.
+
+    numbers: the sets of those that have one. last: of each request's input, the last token. begin: see `Batch`, of a
+    history that holds this token alone.
+    """
+
+    numbers: list[int]
+    slots: Tensor
+    last: Tensor
+    begin: Tensor
+
+
+class Mask:
+    """Of verified drafts, SGLang's GrammarMask (constrained/base_grammar_backend.py), with item sets after the other
+    grammars' bitmask."""
+
+    def __init__(self, other: Any, sampler: "ItemSetSampler", numbers: list[int], batch: Batch) -> None:
+        self._other, self._sampler, self._numbers, self._batch = other, sampler, numbers, batch
+
+    def apply(self, logits: Tensor) -> None:
+        if self._other is not None:
+            self._other.apply(logits)
+        self._sampler.arena.use(self._numbers)
+        self._sampler.slots.step(self._batch, logits)
+
+
+class ItemSetSampler:
+    """One of each scheduler process, beside its model runner. Runs on SGLang's forward stream.
+
+    A request's slot is its row in `req_to_token`. A prefill, first or after retraction, begins its item anew and walks
+    what it has sampled before; each decoding step walks its own input token, and verification what it accepts.
+
+    drafts: logits rows of a request in verification, or 1: set by `allocate`. runner: SGLang's, if there is one.
+    list_rows: rows of a pass of ranked lists for which there is memory. rows_a_step: that those which share a step may
+    have together. Both are set by `lists`.
+    """
+
+    drafts: int
+    runner: Any = None
+    list_rows: int
+    rows_a_step: int
+
+    def __init__(self, config: StaticConfig, device: torch.device | str, vocab_size: int) -> None:
+        """Reserve the device's memory. Raises ItemSetError as `itemset.load` and `Arena` do."""
+        self.catalogue, self.kernels, self.vocab_size = Catalogue(config), config.item_set_kernels, vocab_size
+        self.forced_drafts = config.forced_drafts
+        self.arena = Arena(self.catalogue.arena_bytes(), device, kernels=self.kernels)
+        self.holdings, self.arrivals = Holdings(self.arena.plan), Arrivals(self.arena)
+        for opened in self.catalogue.serving:
+            piece = self.holdings.hold(opened.name, opened.item_set)
+            self.holdings.settle(opened.name)
+            check_tables(opened.item_set)
+            while not self.arrivals.advance(opened.name, opened.item_set, piece):
+                pass
+        _current[:] = [self]
+        logger.info("Item sets on %s: %s bytes", self.arena.device, f"{self.arena.plan.nbytes:,}")
+
+    def allocate(self, slots: int, drafts: int) -> None:
+        """Make the states. slots: rows of `req_to_token`. drafts: logits rows of a request in verification, or 1."""
+        self.slots = Slots(self.arena, slots, max_rows=slots * drafts, max_stop_tokens=MAX_STOP_TOKENS)
+        self.drafts, self._constrained = drafts, [False] * slots
+        self._prompt = torch.zeros(slots, dtype=torch.int64, device=self.arena.device)
+        self._one = torch.ones(slots, dtype=torch.int64, device=self.arena.device)
+        self._warm_up(drafts)
+
+    def _warm_up(self, drafts: int) -> None:
+        """Compile the kernels now, in each form that a step launches. All integers are of 64 bits, and SGLang's logits
+        float32, with or without the padding of the vocabulary."""
+        nobody, one = torch.full_like(self._one[:1], -1), self._one[:1]
+        plain = Batch(nobody, nobody[:, None], one, one, by_slot=False)
+        chain = plain._replace(tokens=nobody, rows_each=1)
+        tree = chain._replace(above=nobody, layout=TREE)
+        states = self.slots.walk(plain)
+        for columns in {self.vocab_size, -(-self.vocab_size // PADDED) * PADDED}:
+            logits = torch.zeros(1, columns, device=self.arena.device)[:, : self.vocab_size]
+            self.slots.step(plain, logits)
+            if drafts > 1:
+                self.slots.step(chain, logits)
+                self.slots.step(tree, logits)
+                self.slots.mask(states, nobody, logits)
+            else:  # with speculation, lists are made in rounds
+                warm_up(self.arena, logits[:, None], stepwise=True, kernels=self.kernels)
+        if drafts > 1:
+            self.advance(states, nobody, nobody)
+            self.slots.forced(states, nobody, nobody.new_zeros(1, drafts - 1), guess=True)
+
+    def stage(self, batch: Any) -> None:
+        """Before a forward pass: begin the items of prefilled requests, and note the rows for `mask`."""
+        mode, info = batch.forward_mode, batch.sampling_info
+        if info is not None:
+            info.item_sets = None  # without the overlap scheduler, SGLang keeps the object from step to step
+        if mode.is_extend_without_speculative():
+            decoding = set(map(id, batch.decoding_reqs or ()))
+            self._assign([request for request in batch.reqs if id(request) not in decoding])
+        elif not mode.is_decode():
+            return
+        if info is not None and (numbers := self.numbers(batch)):
+            rows = len(batch.reqs)  # after which a beam search may have more, whose logits are not masked
+            ends = slice(rows) if mode.is_decode() else self.moved(torch.tensor(batch.extend_lens).cumsum(0) - 1)
+            last, slots = batch.input_ids.long()[ends], batch.req_pool_indices[:rows].long()
+            # Tokens sampled so far, the last input token included: none before a prefill of a new request.
+            so_far = (batch.seq_lens[:rows] - self._prompt[slots]).clamp(min=0)
+            info.item_sets = Step(numbers, slots, last, 1 - so_far)
+
+    def numbers(self, batch: Any) -> list[int]:
+        """The sets of the batch's requests that take the device path."""
+        return [request.item_set.place.number for request in batch.reqs if hasattr(request, "item_set")]
+
+    def mask(self, info: Any, logits: Tensor) -> None:
+        """Mask the rows of a step that `stage` has noted, in place. logits: [rows, vocabulary]."""
+        step: Step | None = getattr(info, "item_sets", None)
+        if step is None:
+            return
+        rows = len(step.slots)
+        history, end = step.last.view(rows, 1), self._one[:rows]
+        batch = Batch(step.slots, history, step.begin, end, by_slot=False)
+        self.arena.use(step.numbers)
+        self.slots.step(batch, logits)
+
+    def tree_mask(self, verify: Any, batch: Any, other: Any) -> Mask:
+        """The mask of the rows of draft chains or trees, [requests x drafts], for verification.
+
+        A row stands for the tokens on its path from the root, the request's last committed token. A draft that leaves
+        the set leaves its row unmasked: its parent's row gives it no chance.
+        """
+        slots, drafts = batch.req_pool_indices.long(), verify.draft_token_num
+        tokens = verify.draft_token.long().reshape(-1, drafts)
+        rows = Batch(
+            slots=slots,
+            history=tokens,
+            begin=self._prompt[slots] - batch.seq_lens,
+            end=self._one[: len(slots)],
+            by_slot=False,
+            tokens=tokens.reshape(-1),
+            rows_each=drafts,
+        )
+        if verify.tree_topk != 1:  # SGLang itself takes 1 for a chain; n-grams make trees of any form
+            parents = parents_of(verify.retrieve_next_token, verify.retrieve_next_sibling)
+            first_row = torch.arange(0, len(slots) * drafts, drafts, device=slots.device)[:, None]
+            above = torch.where(parents >= 0, parents + first_row, -1).reshape(-1)
+            rows = rows._replace(above=above, layout=TREE)
+        return Mask(other, self, self.numbers(batch), rows)
+
+    def force_drafts(self, batch: Any, drafts: Tensor, trees: Tensor) -> None:
+        """Overwrite n-grams of requests with a set by a chain: what the set forces, and then guesses within it.
+
+        drafts: [requests x nodes] int64, a request's last token first. trees: [requests x nodes x nodes], which nodes
+        are above each. Both are on the host, which waits for the device here as SGLang did just before.
+        """
+        if not self.forced_drafts or not (numbers := self.numbers(batch)):
+            return
+        self.arena.use(numbers)
+        slots, nodes = batch.req_pool_indices.long(), drafts.view(len(batch.reqs), -1)
+        begin, last = self._prompt[slots] - batch.seq_lens, self.moved(nodes[:, :1])
+        states = self.slots.walk(Batch(slots, last, begin, self._one[: len(slots)], by_slot=False))
+        chains = last.new_full((len(nodes), nodes.shape[1] - 1), -1)
+        self.slots.forced(states, slots, chains, guess=True)
+        chains = chains.cpu()
+        ours = (chains >= 0).all(1)  # not before a thought has ended
+        nodes[ours, 1:] = chains[ours]
+        trees.view(*nodes.shape, -1)[ours] = torch.ones_like(trees.view(*nodes.shape, -1)[0]).tril()
+
+    def accept(self, batch: Any, tokens: Tensor, lengths: Tensor, *, walked: int) -> None:
+        """Walk what a step has sampled or verified. tokens: [requests, any]. lengths: [requests], how many of them.
+        walked: tokens before these that are no part of `seq_lens` yet."""
+        slots = batch.req_pool_indices.long()
+        begin = self._prompt[slots] - batch.seq_lens - walked
+        self.slots.walk(Batch(slots, tokens.long(), begin, lengths.long(), by_slot=False))
+
+    def committed(self, slots: Tensor) -> Tensor:
+        """The state of each of these slots, with its set: [n] int64. END where the tokens have left the set."""
+        states = self.slots.cells[slots] & STATE
+        return torch.where(states & LOCAL == DEAD, states - DEAD + END, states)
+
+    def advance(self, states: Tensor, tokens: Tensor, slots: Tensor) -> Tensor:
+        """The states after one more token each; tensors of [n]."""
+        marks, after = self.slots.marks[slots], torch.empty_like(states)
+        result: Tensor = self.arena.kernels.advance(self.arena, states, tokens.long(), marks, after)
+        return result
+
+    def _assign(self, requests: list[Any]) -> None:
+        rows: list[list[int]] = []
+        outputs: list[list[int]] = []
+        for request in requests:
+            slot, admitted = request.kv.req_pool_idx, getattr(request, "item_set", None)
+            if admitted is not None:
+                place = admitted.place
+                self.arena.place(admitted.item_set, place.number, place.start, place.below)
+                marks = [place.begins_after, *admitted.stop_tokens]
+                rows.append([slot, len(request.origin_input_ids), place.number, *marks])
+                outputs.append(list(request.output_ids))
+            elif self._constrained[slot]:
+                rows.append([slot, 0, NO_SET])
+                outputs.append([])
+            self._constrained[slot] = admitted is not None
+        if not rows:
+            return
+        # Each row of the moved table has a stride of 1.
+        table = self.moved(as_table(rows, 4 + MAX_STOP_TOKENS).long().T.contiguous())
+        slots, prompts, numbers = table[:3]
+        self._prompt.index_copy_(0, slots, prompts)
+        self.slots.assign(slots, numbers, table[3:].T)
+        lengths = list(map(len, outputs))
+        if (most := max(lengths)) > 0:
+            self.arena.use([row[2] for row in rows])
+            padded = [token for output in outputs for token in output + [0] * (most - len(output))]
+            end, history = self.moved(torch.tensor(lengths + padded)).tensor_split([len(outputs)])
+            begin = torch.zeros_like(end)
+            self.slots.walk(Batch(slots, history.view(-1, most), begin, end, by_slot=False))
+
+    def moved(self, table: Tensor) -> Tensor:
+        """On the device, without waiting for it."""
+        device = self.arena.device
+        return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device)
+
+
+def parents_of(first_child: Tensor, next_sibling: Tensor) -> Tensor:
+    """The parent of each node of draft trees, -1 for a root: [trees, nodes] integers. By pointer jumping.
+
+    first_child, next_sibling: SGLang's `retrieve_next_token` and `retrieve_next_sibling`, [trees, nodes] integers, -1
+    where there is none.
+    """
+    trees, nodes = first_child.shape
+    index = torch.arange(nodes, device=first_child.device).expand(trees, nodes)
+
+    def inverse(link: Tensor) -> Tensor:
+        """Which node's link leads to each node, -1 where none does."""
+        source = torch.full((trees, nodes + 1), -1, dtype=torch.int64, device=link.device)
+        return source.scatter_(1, torch.where(link >= 0, link, nodes).long(), index)[:, :nodes]
+
+    before = inverse(next_sibling)
+    first = torch.where(before >= 0, before, index)
+    for _ in range(nodes.bit_length()):
+        first = first.gather(1, first)
+    return inverse(first_child).gather(1, first)
+
+
+def receive_request(catalogue: Catalogue, custom: dict[str, Any]) -> tuple[EngineRequest, ItemSet]:
+    """Return what a request with one set carries in its `custom_params`, and the set, whose bytes are taken out.
+
+    Raises ItemSetError for a set that is not known, or whose tables are damaged.
+    """
+    carried = read(custom)
+    assert carried is not None
+    assert carried.item_set is not None
+    item_set = catalogue.receive(carried.item_set).item_set
+    custom[WIRE] = carried.but(item_set=SetRef(carried.item_set.reference))
+    return carried, item_set
+
+
+class _Synchronised:
+    """Sampling info by which all ranks must sample the same token, as with grammars: masked rows have more near
+    ties."""
+
+    def __init__(self, info: Any) -> None:
+        self._info, self.grammars = info, True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._info, name)
+
+
+@hook("sglang.srt.model_executor.model_runner:ModelRunner._preprocess_logits")
+def preprocess_logits(original: Callable[..., Any], logits_output: Any, sampling_info: Any) -> Any:
+    """The mask of the rows with item sets, after that of grammars."""
+    result = original()
+    if (sampler := current()) is not None:
+        sampler.mask(sampling_info, logits_output.next_token_logits)
+    return result
+
+
+@hook("sglang.srt.layers.sampler:Sampler.forward")
+def sample(original: Callable[..., Any], sampling_info: Any) -> Any:
+    """All ranks sample the same token."""
+    has_sets = getattr(sampling_info, "item_sets", None) is not None
+    return original(sampling_info=_Synchronised(sampling_info) if has_sets else sampling_info)

@@ -1,0 +1,114 @@
+"""What answers say of their tokens: log p, the model's, and log q, that among the legal tokens; or their difference,
+the weight: the logarithm of the legal mass, the model's probability of all legal tokens.
+
+They leave the scheduler in the place of each sampled token's log-probability, log q in that of the most likely one. So
+they take part in all that SGLang does with these: asynchronous copies, accepted and rejected drafts, tokens cut after
+an end.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from itemset.masking.slots import log_probs_of
+from itemset.serving.request_fields import LOGPROBS
+from itemset.serving.wire import read
+from sglang_static.compat import hook
+
+_ROWS, _WEIGHTS = "weighed_rows", "item_set_weights"
+"""Attributes of a batch's sampling info: the rows that ask, and whether for log p and log q; and what `_weighed` gives
+until that is handed on."""
+
+
+@hook("sglang.srt.managers.tp_worker:TpModelWorker.forward_batch_generation", order=-1)
+def _forward(original: Callable[..., Any], batch: Any) -> Any:
+    """Which rows of a step ask for weights."""
+    if batch is not None and batch.sampling_info is not None:
+        setattr(batch.sampling_info, _ROWS, _asking(batch))
+    return original()
+
+
+@hook("sglang.srt.model_executor.model_runner:ModelRunner._preprocess_logits", order=-1)
+def _preprocess_logits(original: Callable[..., Any], logits_output: Any, sampling_info: Any) -> Any:
+    """An answer's weight needs its logits before and after all that is done to them here."""
+    rows, logits = getattr(sampling_info, _ROWS, None), logits_output.next_token_logits
+    with _asked_of(sampling_info, logits, rows) if rows else contextlib.nullcontext():
+        return original()
+
+
+@contextlib.contextmanager
+def _asked_of(info: Any, logits: Tensor, rows: dict[int, int]) -> Iterator[None]:
+    logged = _on(logits, list(rows.values()))
+    temperatures = torch.where(logged > 0, info.temperatures[_on(logits, list(rows)), 0], 1.0)
+    with _weighed(logits, list(rows), temperatures) as weighed:
+        yield
+    setattr(info, _WEIGHTS, (rows, logged, *weighed))
+
+
+@hook("sglang.srt.layers.sampler:Sampler.forward", order=-1, why="an answer's weight is of its sampled token")
+def _sample(original: Callable[..., Any], logits_output: Any, sampling_info: Any) -> Any:
+    result = original()
+    if (weighed := vars(sampling_info).pop(_WEIGHTS, None)) is not None:
+        requests, logged, rows, legal, whole = weighed
+        log_p, log_q = log_probs_of(legal, whole, result[rows]).unbind(1)
+        logits_output.next_token_logprobs[rows] = torch.where(logged > 0, log_p, log_p - log_q)
+        for i, (request, asks) in enumerate(requests.items()):
+            if asks:
+                logits_output.next_token_top_logprobs_val[request] = log_q[i : i + 1]
+    return result
+
+
+@contextlib.contextmanager
+def verified(batch: Any, logits: Tensor) -> Iterator[None]:
+    """While drafts are verified: weigh the rows of the requests that ask. logits: [requests x drafts, vocabulary]."""
+    requests = _asking(batch)
+    if not requests:
+        yield
+        return
+    each = len(logits) // len(batch.reqs)
+    with _weighed(logits, [request * each + i for request in requests for i in range(each)]) as weighed:
+        yield
+    rows, legal, whole = weighed
+    table = whole.new_zeros(len(logits)).index_copy_(0, rows, legal.logsumexp(-1) - whole)
+    setattr(batch.sampling_info, _WEIGHTS, (_on(logits, list(requests)), table))
+
+
+@hook("sglang.srt.layers.logprob_processor:compute_spec_logprobs")
+def accepted(original: Callable[..., Any], batch: Any, logits_output: Any, accept_index: Any) -> None:
+    """An answer's weight, with speculation. accept_index: rows of accepted drafts, [requests, any], -1 for none."""
+    original()
+    if (weighed := vars(batch.sampling_info).pop(_WEIGHTS, None)) is not None:
+        requests, table = weighed
+        logits_output.next_token_logprobs[requests] = table[accept_index.long()[requests]]
+
+
+@contextlib.contextmanager
+def _weighed(logits: Tensor, rows: Sequence[int], temperatures: Tensor | None = None) -> Iterator[list[Tensor]]:
+    """Mask logits meanwhile. Afterwards the result is the rows, [n] int64, their masked logits, [n, vocabulary]
+    float32, and the log-sum-exp of all, [n]: whatever else was done to the logits, as they were before, and of the
+    tokens that are possible now."""
+    result: list[Tensor] = []
+    index = _on(logits, rows)
+    before = logits[index].float()
+    if temperatures is not None:
+        before /= temperatures[:, None]
+    yield result
+    whole = before.logsumexp(-1)
+    result += [index, before.masked_fill_(logits[index].isneginf(), -torch.inf), whole]
+
+
+def _asking(batch: Any) -> dict[int, bool]:
+    """The requests of a batch that ask, and whether for log p and log q."""
+    if not batch.return_logprob:  # nobody asks, see `ask`
+        return {}
+    carried = [read(one.sampling_params.custom_params) for one in batch.reqs or ()]
+    return {i: one.weighed == LOGPROBS for i, one in enumerate(carried) if one is not None and one.weighed}
+
+
+def _on(logits: Tensor, rows: Sequence[int]) -> Tensor:
+    """Integers on the device of the logits, without waiting for it."""
+    table = torch.tensor(rows)
+    return table.pin_memory().to(logits.device, non_blocking=True) if logits.is_cuda else table.to(logits.device)

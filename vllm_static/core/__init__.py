@@ -1,0 +1,1 @@
+"""The engine core: which requests take which path, and what they hold."""

@@ -1,0 +1,222 @@
+"""The structured-output backend of the engine core: item sets on the host path, everything else by xgrammar."""
+
+import copy
+import json
+import threading
+from collections.abc import Callable
+from concurrent.futures import Executor
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.v1.structured_output.backend_types import (
+    StructuredOutputBackend,
+    StructuredOutputGrammar,
+    StructuredOutputOptions,
+)
+from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
+
+from itemset import ItemSetError
+from itemset.embedded.composite_grammar import Composite
+from itemset.masking.arena import Place
+from itemset.masking.host import HostState, fill_bitmasks, forced_tokens
+from itemset.serving.catalogue import Catalogue
+from itemset.serving.config import StaticConfig
+from itemset.serving.constraint import ENVELOPE, Grammars
+from itemset.serving.metrics import label
+from itemset.serving.version_rollout import Preparer
+from itemset.serving.warm_up import compile_all
+from itemset.serving.wire import WIRE, HolesSpec, SetRef, read
+from vllm_static import compat
+from vllm_static.core import thoughts
+from vllm_static.core.device_path import DevicePath
+from vllm_static.core.thoughts import Thinking
+from vllm_static.metrics import Figures
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
+
+
+class StaticGrammar(StructuredOutputGrammar):
+    """One request's item set, or grammar with sets in it, as vLLM wants it (v1/structured_output/backend_types.py)."""
+
+    def __init__(self, begin: Callable[[], HostState | Composite]) -> None:
+        """begin: makes a request's place in its set, or in a grammar with sets in it, and holds what that needs."""
+        self._begin, self.host = begin, begin()
+        self.of_set = isinstance(self.host, HostState)
+
+    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
+        host: Any = self.host
+        if not (host.accept(tokens) if self.of_set else all(map(host.accept, tokens))):
+            what = "item set" if self.of_set else "grammar"
+            logger.error("Request %s: the tokens %s leave the %s.", request_id, tokens, what)
+            return False
+        return True
+
+    def validate_tokens(self, tokens: list[int]) -> list[int]:
+        prefix: list[int] = self.host.allowed_prefix(tokens)
+        return prefix
+
+    def rollback(self, num_tokens: int) -> None:
+        self.host.rollback(num_tokens)
+
+    def fill_bitmask(self, bitmask: torch.Tensor, batch_index: int) -> None:
+        """Fill one row; `StaticBackend.fill` fills those of a step."""
+        self.host.fill_bitmask(bitmask.numpy()[batch_index])
+
+    def is_terminated(self) -> bool:
+        """Never: vLLM lifts the mask of a terminated grammar, and a request may go on after its end (`ignore_eos`)."""
+        return False
+
+    def reset(self) -> None:
+        self.host.reset()
+
+
+class StaticBackend(StructuredOutputBackend):
+    """Compiles item sets itself and hands JSON, regex, grammar and structural tags to xgrammar unchanged."""
+
+    def __init__(self, vllm_config: VllmConfig, tokenizer: Any, vocab_size: int) -> None:
+        """Open the registered sets, once an engine core. Raises ItemSetError as `itemset.load` does."""
+        super().__init__(vllm_config, tokenizer, vocab_size)
+        config = StaticConfig.of(vllm_config.additional_config)
+        self._catalogue = Catalogue(config)
+        self._figures = Figures(self._catalogue)
+        self._device = None
+        if compat.on_device_path(vllm_config):
+            self._device = DevicePath(config, self._catalogue)
+        self.preparer = Preparer(self._catalogue, logger, self._device)
+        self.thinking: dict[str, Thinking] = {}  # by request
+        self._grammars = Grammars(partial(compat.vocabulary_of, vllm_config, tokenizer))
+        self._xgrammar: XgrammarBackend | None = None
+        self._xgrammar_lock = threading.Lock()
+        self._bitmask: NDArray[np.int32] = self.allocate_token_bitmask(0).numpy()
+        self._least_rows = 0
+        """Of a bitmask, those of a request without drafts, by vLLM's own count; 0 before the first step."""
+        compile_all()
+
+    def admit(self, manager: Any, request: "Request") -> bool:
+        """Take over the inline set that came with the request, and return whether the device path takes the request.
+
+        The index travels on to the workers only there, whose arenas may have forgotten it.
+        """
+        params = request.sampling_params
+        carried = read(params.extra_args) if params is not None else None
+        if carried is None:
+            return False
+        if carried.holes is not None:
+            self._take_holes(request, carried.holes)
+            return False
+        assert carried.item_set is not None
+        made = self._catalogue.receive(carried.item_set)
+        carried = carried.but(item_set=made.ref)  # requests that run with the same set share its bytes
+        on_device = self._device is not None and self._device.claim(manager, request, made.item_set, carried)
+        if carried.after is not None:
+            ranked = on_device and carried.ranked is not None
+            self.thinking[request.request_id], is_free = thoughts.begin(request, *carried.after, ranked=ranked)
+            return is_free
+        if not on_device:
+            params.extra_args = {**params.extra_args, WIRE: carried.but(item_set=SetRef(made.reference))}
+        self._figures.by_path["device" if on_device else "host"] += carried.ranked is None  # a list has no masks
+        return on_device
+
+    def _take_holes(self, request: Any, holes: HolesSpec) -> None:
+        """Take over the sets of a constraint, which the request holds. No worker needs them."""
+        request.item_set_holes = list(map(self._catalogue.receive, holes.sets))
+        request.sampling_params = params = copy.copy(request.sampling_params)
+        params.extra_args = {key: value for key, value in params.extra_args.items() if key != WIRE}
+        self._figures.by_path["host"] += 1
+
+    def threads(self, grammar: str | None) -> Executor | None:
+        """Return where a request's grammar is compiled; None where vLLM compiles it."""
+        return self._grammars.threads(grammar) if grammar and grammar.startswith(ENVELOPE) else None
+
+    def forget(self, request: "Request") -> None:
+        """The request has ended."""
+        self.thinking.pop(request.request_id, None)
+        if self._device is not None:
+            self._device.release(request)
+        params = request.sampling_params
+        carried = read(params.extra_args) if params is not None else None
+        if carried is None or carried.item_set is None or request.status.name != "FINISHED_STOPPED":
+            return  # only what has ended by itself is counted
+        reference = carried.item_set.reference
+        self._figures.answered[label(reference)] += 1
+        item_set = self._catalogue.known(reference)  # nothing is opened for a figure
+        start = -1 if carried.place is None else Place(*carried.place).begins_after
+        output = list(request.output_token_ids)
+        if item_set is not None and (start < 0 or start in output):
+            item = output[output.index(start) + 1 :] if start >= 0 else output
+            self._figures.forced[label(reference)] += forced_tokens(item_set, item)
+
+    def figures(self) -> dict[str, Any]:
+        """For the metrics: plain values, which travel to the front end."""
+        return self._figures.as_dict(self._device and self._device.plan)
+
+    def compile_grammar(
+        self, request_type: StructuredOutputOptions, grammar_spec: str, stop_token_ids: set[int] | None = None
+    ) -> StructuredOutputGrammar:
+        stops = stop_token_ids or {self.tokenizer.eos_token_id}
+        if grammar_spec.startswith(ENVELOPE):
+            shared = self._grammars.get(grammar_spec, self._catalogue.__getitem__)
+            return StaticGrammar(partial(shared.begin, stops))
+        if request_type != StructuredOutputOptions.CHOICE:
+            with self._xgrammar_lock:
+                if self._xgrammar is None:
+                    self._xgrammar = XgrammarBackend(self.vllm_config, self.tokenizer, self.vocab_size)
+            return self._xgrammar.compile_grammar(request_type, grammar_spec, stop_token_ids=stop_token_ids)
+        references = json.loads(grammar_spec)
+        if len(references) != 1:
+            raise ItemSetError("this request did not pass vLLM's input processor, which prepares its item set")
+        return StaticGrammar(partial(HostState, self._catalogue[references[0]], stops))
+
+    def allocate_token_bitmask(self, max_num_seqs: int) -> torch.Tensor:
+        return torch.full((max_num_seqs, -(-self.vocab_size // 32)), -1, dtype=torch.int32)
+
+    def fill(
+        self, grammar_bitmask: Callable[..., NDArray[np.int32]], manager: Any, requests: "dict[str, Request]",
+        request_ids: list[str], drafts: dict[str, list[int]],
+    ) -> NDArray[np.int32]:  # fmt: skip
+        """A step's bitmask, [rows, words] int32: item sets' rows filled in one call, all others by vLLM itself.
+
+        A request has a row for each of its drafts and one more; since vLLM 0.33 as many rows as if it had the most
+        drafts. They are as vLLM fills them one after another (v1/structured_output/__init__.py, grammar_bitmask), and
+        valid until the next step.
+        """
+        hosts, states, rows = list[HostState](), list[int](), list[int]()
+        others, other_rows = list[str](), list[int]()
+        if not self._least_rows:
+            alone = grammar_bitmask(structured_output_request_ids=request_ids[:1], scheduled_spec_decode_tokens={})
+            self._least_rows = len(alone)
+        may_reason, row = compat.may_reason(manager), 0
+        for request_id in request_ids:
+            structured: Any = requests[request_id].structured_output_request
+            grammar, tokens = structured.grammar, drafts.get(request_id, [])
+            count = 1 + len(tokens)
+            after = row + max(count, self._least_rows)
+            if not getattr(grammar, "of_set", False) or (may_reason and not structured.reasoning_ended):
+                others.append(request_id)
+                other_rows += range(row, after)
+            else:
+                hosts += [grammar.host] * count
+                states += grammar.host.draft_states(tokens) if tokens else [grammar.host.state]
+                rows += range(row, row + count)
+            row = after
+        if not rows:
+            return grammar_bitmask()
+        if len(self._bitmask) < row:
+            self._bitmask = self.allocate_token_bitmask(2 * row).numpy()
+        bitmask = self._bitmask[:row]
+        if others:
+            bitmask[other_rows] = grammar_bitmask(structured_output_request_ids=others)
+        fill_bitmasks(hosts, states, rows, bitmask)
+        return bitmask
+
+    def destroy(self) -> None:
+        if self._xgrammar is not None:
+            self._xgrammar.destroy()

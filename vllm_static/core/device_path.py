@@ -1,0 +1,116 @@
+"""The device path as the engine core sees it: which requests take it, and where their sets lie in the workers' arenas.
+
+The engine core decides, because only here one decision holds for every worker, and a request that cannot go this way
+can still take the host path. Workers do what they are told and refuse nothing.
+"""
+
+import copy
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+
+from itemset import ItemSet
+from itemset.masking.arena import ArenaFullError, Place, Plan, Resident
+from itemset.masking.arena_plan import Holdings
+from itemset.masking.slots import MAX_STOP_TOKENS
+from itemset.serving.catalogue import Catalogue, Opened
+from itemset.serving.config import StaticConfig
+from itemset.serving.version_rollout import Devices, warn_of_no_room
+from itemset.serving.wire import WIRE, EngineRequest, Prepare, SetRef, Stage, read
+from vllm_static import compat
+from vllm_static.worker.versions import close_in_worker, prepare_in_worker
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
+
+RESIDENT = "item_set_resident"
+"""Attribute of a request in the engine core: the Resident that it holds, until it ends."""
+
+
+class DevicePath(Devices):
+    """Admits requests to the device path, and brings versions of their sets to the workers, whose executor is `engine`.
+
+    Called by vLLM's input thread and by its engine loop.
+    """
+
+    def __init__(self, config: StaticConfig, catalogue: Catalogue) -> None:
+        self.plan = Plan(catalogue.arena_bytes())
+        self.holdings = Holdings(self.plan)
+        for opened in catalogue.serving:
+            self.holdings.hold(opened.name, opened.item_set)
+            self.holdings.settle(opened.name)
+
+    def claim(self, manager: Any, request: "Request", item_set: ItemSet, carried: EngineRequest) -> bool:
+        """Claim a place for the request's set, and make the request an ordinary one for vLLM's scheduler.
+
+        carried: what the workers get of it, beside the place. False, and nothing done, if it must take the host path:
+        a full arena, too many stop tokens, or an end of its reasoning of more than one token.
+        """
+        params, thinks = request.sampling_params, carried.after is not None  # its list's prompt has the reasoning
+        start = -1 if thinks else compat.reasoning_end_token(manager, request)
+        if start is None or len(params.all_stop_token_ids) > MAX_STOP_TOKENS:
+            return False
+        try:
+            resident = self.plan.acquire(item_set)
+        except ArenaFullError as error:
+            logger.warning_once("An item set takes the host path: %s (inline_set_memory in --additional-config)", error)
+            return False
+        setattr(request, RESIDENT, resident)
+        place = Place(resident.number, resident.start, resident.digest, start, resident.below)
+        compat.make_ordinary(request, {**params.extra_args, WIRE: carried.but(place=place)})
+        return True
+
+    def release(self, request: "Request") -> None:
+        """The request has ended; its set may go when another needs the room."""
+        resident = vars(request).pop(RESIDENT, None)
+        if resident is not None:
+            self.plan.release(resident.number)
+
+    def advance(self, engine: Any, message: Prepare, opened: Opened | str | None) -> list[Stage | str]:
+        if isinstance(opened, str):
+            return [opened]
+        piece = None
+        if opened is not None:
+            try:
+                piece = list(self.holdings.hold(opened.name, opened.item_set))
+            except ArenaFullError as error:
+                warn_of_no_room(opened, error, "in --additional-config", logger)
+                return [Stage.HOST]
+        stages: list[Stage | str] = engine.collective_rpc(prepare_in_worker, args=(message, piece))
+        return stages
+
+    def close(self, engine: Any, name: str, version: str | None, open_sets: Collection[str]) -> None:
+        """Have the workers let go of what this core has closed, at the same step: `Plan.send_again`."""
+        self.holdings.drop(name) if version is None else self.holdings.settle(name)
+        self.plan.send_again(open_sets)
+        engine.collective_rpc(close_in_worker, args=(name, version, list(open_sets)))
+
+
+def send_index_once(request: "Request", data: Any) -> None:
+    """Take out of the NewRequestData of a request what the workers have got before: an inline set's index, a filter's
+    bits.
+
+    All workers get all of them in order, and keep a set for as long as it is this Resident: only a set that the plan
+    puts into its place, after it has forgotten this one, overwrites it.
+    """
+    resident: Resident | None = getattr(request, RESIDENT, None)
+    if resident is None:
+        return
+    extra = data.sampling_params.extra_args
+    if (carried := read(extra)) is None:  # a thought, whose list is still to come
+        return
+    assert carried.item_set is not None
+    ref = carried.item_set
+    if resident.sent:
+        ref = SetRef(ref.reference)
+    elif resident.base is not None and resident.base.sent and ref.index is not None:
+        ref = SetRef(ref.reference, ref.index)
+    if resident.base is not None:
+        resident.base.sent = True
+    resident.sent = True
+    if ref != carried.item_set:
+        data.sampling_params = copy.copy(data.sampling_params)
+        data.sampling_params.extra_args = {**extra, WIRE: carried.but(item_set=ref)}

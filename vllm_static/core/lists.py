@@ -1,0 +1,105 @@
+"""Ranked lists in the engine core: the blocks of the KV cache that their beams take, and lists of several steps."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+
+from itemset.serving.config import StaticConfig
+from vllm_static import compat
+from vllm_static.compat import hook
+from vllm_static.worker.list_hooks import install, longest_item, try_out
+from vllm_static.worker.room import NO_ROOM, Room
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
+
+SHARE = 8  # of the KV cache, the part that lists take at most
+SHARE_UNASKED = 16  # the same, if nobody says for how many beams
+LONGEST = 32  # tokens of an item, above which fewer beams than configured fit
+USUAL = 16  # the same, of an engine whose sets come with the requests
+
+
+@hook("vllm.v1.engine.core:EngineCore._initialize_kv_caches")
+def _initialize_kv_caches(original: Callable[..., Any], self: Any, vllm_config: Any) -> Any:
+    """Ranked lists have blocks of the KV cache that the scheduler does not know: in its pool they would count as used,
+    and `reset_prefix_cache` fails while any block is."""
+    cache: KVCacheConfig = original()
+    from vllm.v1.core import kv_cache_utils
+
+    reason = compat.why_rounds(vllm_config)
+    if reason is None:
+        workers: Callable[..., list[Any]] = self.model_executor.collective_rpc
+        room, reason = _tried(workers, cache, vllm_config)
+        workers(install, args=(room,))
+    if reason is not None:
+        logger.info("Ranked lists take rounds of requests: %s", reason)
+        return cache
+    cache.num_blocks -= room.blocks
+    vllm_config.cache_config.num_gpu_blocks = cache.num_blocks
+    kv_cache_utils.update_kv_cache_capacity(vllm_config, cache)
+    logger.info(
+        "Ranked lists: %s blocks of the KV cache are kept for %s beams. Logits of %s tokens have room",
+        *(f"{count:,}" for count in (room.blocks, room.beams, room.tokens)),
+    )
+    if room.beams < (asked := StaticConfig.of(vllm_config.additional_config).ranked_list_beams or 0):
+        few = "ranked_list_beams is %s: for more than %s enlarge the KV cache, of which they get an eighth at most"
+        logger.warning(few, f"{asked:,}", f"{room.beams:,}")
+    return cache
+
+
+def _tried(workers: Callable[..., list[Any]], cache: "KVCacheConfig", vllm_config: Any) -> tuple[Room, str | None]:
+    """What room lists get, and why none are made; None if they are. All workers have tried it."""
+    config = StaticConfig.of(vllm_config.additional_config)
+    if not _one_full_attention(cache):
+        return NO_ROOM, "the KV cache is not one of full attention"
+    blocks, beams = beam_blocks(config, max(workers(longest_item)), cache, vllm_config)
+    if not blocks:
+        return NO_ROOM, "the KV cache is too small for beams"
+    trials: list[int | str] = workers(try_out, args=(blocks,))
+    if reason := next((one for one in trials if isinstance(one, str)), None):
+        return NO_ROOM, reason
+    tokens = min(one for one in trials if isinstance(one, int))
+    if not tokens:
+        return NO_ROOM, "no memory is left for the logits of beams: lower --gpu-memory-utilization"
+    return Room(blocks, beams, tokens), None
+
+
+def beam_blocks(config: StaticConfig, longest: int, cache: "KVCacheConfig", vllm_config: Any) -> tuple[int, int]:
+    """Return how many blocks lists get, for `ranked_list_beams` or for what may be missed of the cache, and how many
+    beams have room in them.
+
+    longest: tokens of the longest item of the registered sets, 0 if there are none.
+    """
+    block: int = cache.kv_cache_groups[0].kv_cache_spec.block_size
+    each = min(LONGEST, longest or USUAL)  # tokens
+    context = -(-vllm_config.model_config.max_model_len // block)
+    most = config.ranked_list_beams
+    share = SHARE_UNASKED if most is None else SHARE
+    left: int = min(cache.num_blocks // share, cache.num_blocks - context - 1)  # the scheduler keeps one block empty
+    beams = max(0, left) * block // each
+    beams = beams if most is None else min(most, beams)
+    return -(-each * beams // block), beams
+
+
+def _one_full_attention(cache: "KVCacheConfig") -> bool:
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
+    return [type(one) for one in specs] == [FullAttentionSpec] and (
+        specs[0].sliding_window is specs[0].attention_chunk_size is None
+    )
+
+
+@hook("vllm.v1.core.sched.scheduler:Scheduler.update_from_output", order=-1)
+def _update_from_output(original: Callable[..., Any], self: Any, model_runner_output: Any) -> Any:
+    """A request whose table is empty takes another step, in which its list goes on; its token is read by nobody."""
+    tables = model_runner_output.prompt_token_id_logprobs_dict
+    for name in [name for name, table in tables.items() if not table.numel()]:
+        del tables[name]
+        request = self.requests.get(name)
+        if request is not None and not (request.num_stale_output_tokens and request.drop_stale_output):
+            request.max_tokens += 1
+    return original()

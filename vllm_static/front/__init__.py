@@ -1,0 +1,1 @@
+"""The front-end process: requests are judged and answered."""

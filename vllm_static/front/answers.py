@@ -1,0 +1,147 @@
+"""The item of every answer: found where vLLM's front end finishes an output, put into the bodies of its endpoints.
+
+An output's item is `CompletionOutput.item`: {"key": ...}, or None if the answer did not end at an item's end; if item
+sets stand in its constraint, `CompletionOutput.items` is a list of them. Other outputs have no such attribute.
+"""
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from vllm.logger import init_logger
+
+from itemset.serving import http_bodies, metrics
+from itemset.serving.answer_fields import Expected, told_of
+from itemset.serving.constraint import ExpectedItems
+from itemset.serving.hooks import IMPORTED
+from itemset.serving.request import THOUGHT, Thought
+from itemset.serving.request_fields import LOGPROBS
+from vllm_static import compat
+from vllm_static.compat import hook
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
+
+_NEAR = 64  # tokens in which the end of reasoning is looked for
+EXPECTED = "expected_item"
+"""Attribute of a request's parameters, which do not send it to the engine: makes what is expected of its answers
+(itemset.serving.answer_fields), with TOLD. Of its state in vLLM's output processor: that. Copies made for `n` have
+none."""
+TOLD = "told_of_items"
+"""Attribute of parameters that a client of the engine gives: a dict, for what its answers say of items, by output."""
+
+
+@hook("vllm.v1.engine.output_processor:OutputProcessor.add_request", why="the set, kept until its answer is there")
+def add_request(original: Callable[..., Any], self: Any, request: Any, parent_req: Any) -> None:
+    """Store what the request's answers are read with, and let their items be decoded as texts of their own."""
+    original()
+    expecting = getattr((parent_req or request).sampling_params, EXPECTED, None)
+    if expecting is not None and request.request_id in self.request_states:
+        state = self.request_states[request.request_id]
+        setattr(state, EXPECTED, expecting(request))
+        decode_items(state, self.tokenizer, request, getattr(state, EXPECTED)[0])
+
+
+def decode_items(state: Any, tokenizer: Any, request: Any, expected: Any) -> None:
+    """Decode an answer's item without what stands before it, and with its special tokens, from the first delta on."""
+    alone = isinstance(expected, Expected)
+    if not hasattr(state.detokenizer, "decode_next") or not (alone or isinstance(expected, ExpectedItems)):
+        return
+    request, params = copy.copy(request), copy.copy(request.sampling_params)
+    params.skip_special_tokens = params.spaces_between_special_tokens = False
+    request.sampling_params = params
+    if alone:
+        request.prompt_token_ids, request.prompt_embeds = [], None
+    own, whole = type(state.detokenizer).from_new_request(tokenizer, request), state.detokenizer
+    other_tokens, begun = whole.decode_next, expected.content is None
+
+    def decode_next(token: int) -> str:
+        nonlocal begun
+        begun = begun or len(expected.content(whole.output_token_ids[-_NEAR:])) > 0
+        if token in expected.stop_tokens or not begun:
+            return str(other_tokens(token))
+        own.token_ids.append(token)
+        return str(own.decode_next(token))
+
+    whole.decode_next = decode_next
+
+
+@hook("vllm.v1.engine.output_processor:RequestState._new_completion_output", why="which item a finished answer is")
+def new_completion_output(original: Callable[..., Any], self: Any, finish_reason: Any, stop_reason: Any) -> Any:
+    """The one place where all tokens of a finished answer are known."""
+    output, logs = original(), ((), ())
+    expected, by_output = getattr(self, EXPECTED, (None, None))
+    if expected is None:
+        return output
+    if expected.weighed:  # nobody has asked for the columns in which log p and log q came
+        columns = self.logprobs_processor.logprobs.logprobs
+        logs, output.logprobs = (columns[::2], columns[1::2]), None
+        output.cumulative_logprob = output.cumulative_logprob if expected.weighed == LOGPROBS else None
+    if finish_reason is not None:
+        by_string = isinstance(stop_reason, str)
+        cut = str(finish_reason) not in ("stop", "length") or (by_string and isinstance(expected, Thought))
+        tokens, stopped = self.detokenizer.output_token_ids, not by_string and str(finish_reason) == "stop"
+        told = expected.answer_fields(tokens, cut=cut, logs=logs)
+        if THOUGHT in told:
+            told[THOUGHT].ended.table = self.logprobs_processor.pop_prompt_token_id_logprobs()
+            output.finish_reason = "stop"  # also if it had to stop by its limit
+        if fault := metrics.count_answer(expected, tokens, told, stopped=stopped):
+            logger.error("Request %s: %s", self.external_req_id, fault)
+        _say(output, told)
+        if by_output is not None:
+            by_output[output.index] = told
+    return output
+
+
+@hook("vllm.parser.parser_manager:ParserManager.get_parser", when=IMPORTED)
+def get_parser(original: Callable[..., Any]) -> Any:
+    """An item is an answer's content: parsers of reasoning take all for that which their mark does not end."""
+    parser = original()
+    return None if parser is None else _reading_items(parser)
+
+
+def _reading_items(parser: type[Any]) -> type[Any]:
+    """Return vLLM's Parser, but that nothing is reasoning in answers which are items from the first token on."""
+
+    class Reading(parser):
+        def parse(self, model_output: str, *args: Any, **kwargs: Any) -> Any:
+            whole = http_bodies.body().whole
+            return (None, model_output, []) if whole else super().parse(model_output, *args, **kwargs)
+
+        def parse_delta(self, delta_text: str, *args: Any, **kwargs: Any) -> Any:
+            whole = http_bodies.body().whole
+            return compat.content(delta_text) if whole else super().parse_delta(delta_text, *args, **kwargs)
+
+        def count_reasoning_tokens(self, *args: Any) -> int:
+            return 0 if http_bodies.body().whole else int(super().count_reasoning_tokens(*args))
+
+    return Reading
+
+
+class Place(NamedTuple):
+    """Where a prompt's answers are noted: the body that is being served, and which of its prompts it is."""
+
+    body: http_bodies.Body
+    prompt: int
+
+
+def place() -> Place:
+    """Return that of the next prompt that is handed to the engine."""
+    body = http_bodies.body()
+    body.prompts += 1
+    return Place(body, body.prompts - 1)
+
+
+def noted(result: Any, place: Place, told: Mapping[int, dict[str, Any]] | None = None) -> Any:
+    """A prompt's RequestOutput, whose items are noted for the choices that its endpoint makes. told: by output, what
+    is said of items: vLLM drops it from outputs that it joins, where a reader is slow."""
+    for output in result.outputs:
+        if told and output.index in told:
+            _say(output, told[output.index])
+        if fields := told_of(output):
+            place.body.items[place.prompt, output.index] = fields
+    return result
+
+
+def _say(target: Any, told: dict[str, Any]) -> None:
+    for name, value in told.items():
+        setattr(target, name, value)

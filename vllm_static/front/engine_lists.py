@@ -1,0 +1,88 @@
+"""A ranked list, or draws, as one request of vLLM's engine, beside its other requests."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from vllm.logger import init_logger
+
+from itemset.serving.config import StaticConfig
+from itemset.serving.list_runner import OneRequest, Pace
+from itemset.serving.request import ItemRequest
+from itemset.serving.wire import EngineRequest, ListResult, ListSpec
+from vllm_static import compat
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
+
+_BEAMS = 512  # until a worker has said how many have room
+LOOK = 0.002  # seconds between two looks whether other requests have had their time
+
+
+class EngineLists(OneRequest):
+    """Asks the engine for as many lists at a time as `ranked_list_beams` says, or as a worker has room for.
+
+    under_way: lists that the engine has now.
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
+        limit = StaticConfig.of(vllm_config.additional_config).ranked_list_beams
+        beams = _BEAMS if limit is None else limit
+        too_many, always = "more draws than ranked_list_beams has room for", compat.why_rounds(vllm_config) or ""
+        super().__init__(logger.warning, beams=beams, widest=beams, too_many=too_many, always=always)
+        self._engines: int = vllm_config.parallel_config.data_parallel_size
+        self._taken, self.under_way = 0, 0  # beams; lists that have some
+        self._turn, self._freed = asyncio.Lock(), asyncio.Event()
+        self._others_until = 0.0
+        self._pace = Pace(1, beams * self._engines)
+        self._asks_workers = limit is None
+
+    def spec(
+        self, asked: ItemRequest, reference: str, search: Any, end_token: int, *, placeholders: int = 0, **more: Any
+    ) -> ListSpec | None:
+        """Do `OneRequest.spec`. placeholders: tokens after the prompt if the draft head makes the list."""
+        if placeholders and (one := asked.ranked) is not None:
+            of_set = one.without_end, one.renormalised
+            return ListSpec(one.k, one.beam, end_token, *of_set, placeholders=placeholders)
+        return super().spec(asked, reference, search, end_token, **more)
+
+    def read(self, carried: EngineRequest, table: Any, search: Any) -> Any:
+        """Do `OneRequest.outcome` for a request whose prompt_token_id_logprobs are its table."""
+        assert carried.ranked is not None
+        result = ListResult.of_table(table, len(carried.ranked.races))
+        if not carried.ranked.placeholders and self._asks_workers and result.beams is not None:
+            self.beams = self.widest = result.beams
+            self._pace.most = result.beams * self._engines
+            self._freed.set()
+        return self.outcome(carried, result, search)
+
+    @asynccontextmanager
+    async def room(self, spec: ListSpec, unfinished: Callable[[], int]) -> AsyncIterator[None]:
+        """Wait until there are beams for a list, first come, first served, and hold them. Those of the draft head take
+        no blocks.
+
+        A list's step is long: only as many are under way as their `Pace` allows, and after one the engine's other
+        requests have as much time for themselves. unfinished: how many requests there are, of lists too.
+        """
+        width = 0 if spec.placeholders else spec.beams
+        async with self._turn:
+            while self._taken and self._taken + width > self._pace.limit:
+                self._freed.clear()
+                await self._freed.wait()
+            while width and unfinished() > self.under_way and time.monotonic() < self._others_until:
+                await asyncio.sleep(LOOK)
+            self._taken += width
+            self.under_way += 1
+        began, among = time.monotonic(), self._taken
+        try:
+            yield
+            if width:
+                self._pace.took(among, time.monotonic() - began)
+        finally:
+            self._taken -= width
+            self.under_way -= 1
+            if width:
+                now = time.monotonic()
+                self._others_until = now + (now - began)
+            self._freed.set()

@@ -1,0 +1,212 @@
+"""The front end of vLLM: attaches a request's item set to it before the engine sees it; follows published sets."""
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar
+
+from itemset.errors import ItemSetError
+from itemset.serving.answer_fields import Expected
+from itemset.serving.catalogue import RefusedError
+from itemset.serving.config import ModelLimits, StaticConfig, Words
+from itemset.serving.constraint import JSON, TAG, ExpectedItems
+from itemset.serving.front_end import FrontEndBase, ListJob
+from itemset.serving.http_bodies import body
+from itemset.serving.list_runner import Lists
+from itemset.serving.request import ItemRequest, Thought
+from itemset.serving.request_fields import BEAMS, REFERENCE
+from itemset.serving.sampler_limits import PARAMETERS, refuse_unsampled
+from itemset.serving.version_watcher import Follower, Send
+from itemset.serving.wire import WIRE, EngineRequest, Tokens
+from vllm_static import compat
+from vllm_static.front.draft_head import drafting
+from vllm_static.front.engine_lists import EngineLists
+from vllm_static.front.request import names_sets
+from vllm_static.metrics import ROLLOUT
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
+
+AFTER = 1  # of the context: a request that scores an item must sample a token; in V2 it holds the end token besides
+PATIENCE = 1.0  # seconds after which a front end checks that the engine is still there
+
+
+class FrontEnd(FrontEndBase):
+    """vLLM's."""
+
+    words = Words("max_model_len", "--max-model-len", "min_tokens", "--additional-config")
+
+    @staticmethod
+    def validate(kind: str, spec: str) -> None:
+        """Raises VLLMValidationError for what vLLM refuses with xgrammar."""
+        name = {JSON: "json", TAG: "structural_tag"}.get(kind, "grammar")
+        validate_xgrammar_grammar(SamplingParams(structured_outputs=StructuredOutputsParams(**{name: spec})))
+
+    def __init__(self, vllm_config: VllmConfig, tokenizer: Any) -> None:
+        config, model = StaticConfig.of(vllm_config.additional_config), vllm_config.model_config
+        generation = model.try_get_generation_config() or {}
+        ends = generation.get("eos_token_id")
+        ends = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
+        tight = vllm_config.structured_outputs_config.disable_any_whitespace
+        super().__init__(
+            config,
+            tokenizer,
+            ModelLimits(model.get_vocab_size(), model.max_model_len, 0, ends),
+            partial(compat.vocabulary_of, vllm_config, tokenizer),
+            EngineLists(vllm_config),
+            # As vLLM has xgrammar read schemas (v1/structured_output/backend_xgrammar.py, compile_grammar).
+            json_options={"any_whitespace": not tight, "separators": (",", ":") if tight else None},
+            added_tokens=compat.added_tokens(vllm_config),
+        )
+        self.vllm_config = vllm_config
+        self._seats: int = vllm_config.scheduler_config.max_num_seqs
+        self._lists: Lists | None = None
+        self._drafting = drafting(vllm_config, self.checks.fingerprint, self.checks.catalogue.registered)
+        self.v2, self._logprobs_mode = bool(vllm_config.use_v2_model_runner), str(model.logprobs_mode)
+        path, speculative = "device path, masks inside the sampler", vllm_config.speculative_config
+        if not compat.on_device_path(vllm_config):
+            as_configured = "as configured" if config.item_set_path == "host" else None
+            path = f"host path: {as_configured or compat.why_host_path(vllm_config)}"
+            if speculative is not None:
+                logger.warning(
+                    "On the host path no draft of %s is forced or masked: those of requests with an item set are cut "
+                    "where they leave it, and most of them do.",
+                    speculative.method,
+                )
+        logger.info("Structured output backend static, %s. Item sets: %s", path, self.checks.summary())
+
+    def attach(
+        self, asked: ItemRequest, params: SamplingParams, prompt_tokens: int
+    ) -> Callable[[Any], Expected | ExpectedItems | Thought]:
+        """Write a pinned request into `params`, its own, for the engine.
+
+        Returns a function of an EngineCoreRequest: what names the items of its answers. Raises RefusedError where a set
+        and the other parameters leave no way to end an item.
+        """
+        refuse_unsampled({name: getattr(params, name, None) for name in PARAMETERS}, self.vocab_size)
+        if asked.marker:
+            return self._think(asked, params, prompt_tokens)
+        least = {"prompt_tokens": prompt_tokens, "min_tokens": params.min_tokens}
+        carried = self.engine_request(asked, stop_tokens=set(params.all_stop_token_ids), **least)
+        for parameter in ("allowed_token_ids", "bad_words"):
+            if getattr(params, parameter):
+                raise RefusedError(
+                    parameter,
+                    f"{parameter} is not supported with an item set, of which it could leave no item: leave it out, "
+                    "or register a smaller set",
+                    parameter,
+                )
+        if asked.weighed:  # in the place of the sampled tokens' log-probabilities: see `worker.weights`
+            instead_of = "logprobs" if params.logprobs is not None or params.logprob_token_ids else None
+            reason = compat.why_no_weights(self.vllm_config)
+            self.check_weight(asked.weighed, reason, instead_of=instead_of, ignore_eos=params.ignore_eos)
+            params.logprobs, params.flat_logprobs = 1, True
+        others = {key: value for key, value in (params.extra_args or {}).items() if key != REFERENCE}
+        params.extra_args = {**others, WIRE: carried}
+        own = {"grammar": carried.holes.grammar} if carried.holes else {"choice": [carried.reference]}
+        params.structured_outputs = compat.of_our_backend(StructuredOutputsParams(**own))
+
+        def expected(request: Any) -> Expected | ExpectedItems:
+            """Called when vLLM has completed the request: whether it begins with reasoning is known last."""
+            content = compat.content_after_reasoning(self.vllm_config, self._tokenizer, request)
+            body().begin(thinks=content is not None)
+            stop_tokens = frozenset(request.sampling_params.all_stop_token_ids)
+            return self.expected(asked, stop_tokens, content)
+
+        return expected
+
+    def _think(self, asked: ItemRequest, params: SamplingParams, prompt_tokens: int) -> Callable[[Any], Thought]:
+        """Do `attach` for a thought, which leaves room for the items after it."""
+        least, end_token = prompt_tokens + len(asked.marker), self._tokenizer.eos_token_id
+        job, placeholders = self.list_job(asked, end_token, prompt_tokens=least)
+        after = job.item_set.longest + AFTER + self.v2 + len(placeholders)
+        room: int = self.vllm_config.model_config.max_model_len - prompt_tokens - after
+        params.max_tokens = min(params.max_tokens or room, room)
+        carried = (job.carried or EngineRequest(self.checks.made(asked).ref)).but(after=(asked.marker, placeholders))
+        params.extra_args = {**(params.extra_args or {}), REFERENCE: None, WIRE: carried}
+        self.refuse_inside(names_sets(params))
+        if params.structured_outputs is None:
+            own = StructuredOutputsParams(choice=[carried.reference])
+            params.structured_outputs = compat.of_our_backend(own)
+        thought = Thought(asked, params, [(job, placeholders)])
+        return lambda request: thought
+
+    def reasoning_end(self) -> Tokens:
+        """Do `FrontEndBase.reasoning_end`."""
+        begun = SimpleNamespace(reasoning_ended=False, reasoning_parser_kwargs=None)
+        content = compat.content_after_reasoning(self.vllm_config, self._tokenizer, begun)
+        return tuple(content.args[0]) if isinstance(content, partial) else ()
+
+    def list_job(self, asked: ItemRequest, end_token: int, *, prompt_tokens: int) -> tuple[ListJob, tuple[int, ...]]:
+        """Do `begin_list`. Returns also the tokens that stand after the prompt if the draft head makes the list.
+
+        Raises RefusedError also if the engine's scores are no log-probabilities, or the head has no room.
+        """
+        if self._logprobs_mode.endswith("logits"):
+            raise RefusedError(
+                "beam search",
+                f"this server gives logits for log-probabilities (--logprobs-mode {self._logprobs_mode}), and a ranked "
+                "list adds log-probabilities up: start it with raw_logprobs",
+                BEAMS,
+            )
+        placeholders: tuple[int, ...] = ()
+        if self._drafting is not None and asked.ranked is not None:
+            made = self.checks.made(asked)
+            if self._drafting.drafts(made.reference, made.item_set, asked.ranked):
+                placeholders = self._drafting.placeholders
+        after, more = AFTER + self.v2 + len(placeholders), {"placeholders": len(placeholders)}
+        job = self.begin_list(asked, end_token, prompt_tokens=prompt_tokens, after=after, **more)
+        return job, placeholders
+
+    def lists(self, client: Any) -> Lists:
+        """Return what runs the ranked lists of the server whose engine `client` talks to."""
+        if self._lists is None:
+            self._lists = Lists(self._seats, lambda: compat.unfinished(client))
+        return self._lists
+
+
+def follow(client: Any) -> None:
+    """Let the front end of an AsyncLLM follow published sets, if it has item sets and its event loop runs."""
+    front = client.input_processor.static_front_end
+    if front is None or front.follower is not None:
+        return
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:
+        return
+
+    async def send_to_all(message: Any) -> list[Any]:
+        return list(await asyncio.gather(*compat.asked_of_each(client.engine_core, ROLLOUT, message)))
+
+    def send(message: Any) -> list[Any]:
+        answers = asyncio.run_coroutine_threadsafe(send_to_all(message), loop)
+        while True:
+            try:
+                return answers.result(PATIENCE)
+            except TimeoutError:
+                if client.errored:  # vLLM answers nothing of an engine that has ended
+                    raise ItemSetError("the engine has ended") from None
+
+    _follow_by(front, send).start()
+
+
+def refresh(llm: Any, name: str | None = None) -> list[dict[str, Any]]:
+    """Do `vllm_static.refresh`."""
+    front = llm.llm_engine.input_processor.static_front_end
+    if front is None:
+        raise ItemSetError("this engine has no item sets: start it with the structured-outputs backend static")
+    core = llm.llm_engine.engine_core
+    follower: Follower = front.follower or _follow_by(front, lambda message: [compat.ask(core, ROLLOUT, message)])
+    return follower.refreshed(name)
+
+
+def _follow_by(front: Any, send: Send) -> Follower:
+    path = "device" if compat.on_device_path(front.vllm_config) else "host"
+    follower = Follower(front.checks, front.config, send, path=path, logger=logger)
+    front.follower = follower
+    return follower

@@ -1,0 +1,353 @@
+"""Ranked lists and draws: the best items of a set, or some that are drawn, in place of vLLM's beam search where a
+request has one.
+
+vLLM's own loop takes the top 2 x width of all tokens and filters them afterwards, and over HTTP drops the constraint.
+Here a list or draws are one request, whose beams run inside a step of model runner V2 (`worker.lists`). If that cannot
+be, or leaves draws undecided, each round is a batch of ordinary requests that score chosen tokens.
+"""
+
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from vllm import CompletionOutput, RequestOutput
+from vllm.sampling_params import BeamSearchParams, SamplingParams
+from vllm.utils import random_uuid
+
+from itemset.ranking.scored_tree import Answer, Pass
+from itemset.ranking.search import Found, TokenScores, described
+from itemset.serving.answer_fields import item_logprobs, told_of
+from itemset.serving.http_bodies import body, no_body
+from itemset.serving.list_runner import AbortedError, run_together
+from itemset.serving.request import THOUGHT, ItemRequest
+from vllm_static import compat
+from vllm_static.v1 import model_runner
+
+_OF_DRAW = {"exact", "weight", "accepted", "candidates"}
+ABORT = "abort"  # vLLM's word for why an answer ended
+_NEAR = 8  # tokens before an item that its text may depend on
+
+
+class RankingParams(BeamSearchParams, kw_only=True):  # type: ignore[call-arg]
+    """vLLM's BeamSearchParams with its word for a plugin's arguments: {"item_set": NAME}, and beside it
+    `itemset.serving.request_fields.OPTIONS`."""
+
+    extra_args: dict[str, Any] | None = None
+
+
+class DrawParams(RankingParams, kw_only=True):  # type: ignore[call-arg]
+    """The same of draws, for `LLM.beam_search`: extra_args={"item_set": NAME, "draws": N}, and beside them
+    `itemset.serving.request_fields.DrawOptions`."""
+
+    beam_width: int = 1
+
+
+class ScoringParams(SamplingParams):
+    """Of a request that scores tokens for a ranked list: as many as a node has children, whatever --max-logprobs is."""
+
+    def _validate_logprobs(self, model_config: Any) -> None:
+        pass
+
+
+class RankedList:
+    """One ranked list, or the draws of one prompt, that are being made: the set, the prompt, and the search.
+
+    whole_prompt: of the one request by which the engine makes them. table: what that has made, after a thought already.
+    """
+
+    def __init__(self, front_end: Any, asked: ItemRequest, prompt: list[int], end_token: int) -> None:
+        """Raises RefusedError, or ItemSetError for an inline set's items."""
+        thought = asked.ended
+        self.table = thought and thought.table
+        begun = thought.jobs.pop() if thought is not None and thought.jobs else None
+        self.job, placeholders = begun or front_end.list_job(asked, end_token, prompt_tokens=len(prompt))
+        self.search, self.prompt, self.whole_prompt = self.job.search, prompt, [*prompt, *placeholders]
+        self._end, self._v2, self._logged = end_token, front_end.v2, bool(asked.weighed)
+
+    def token_scores(self, best: Found) -> TokenScores:
+        """What scores the tokens of the list's items; without passes if nobody asks."""
+        items = [item.tokens for item in best.items] if self._logged else []
+        return TokenScores(self.job.item_set, items, self._end)
+
+    def outputs(self, items: Iterable[tuple[Any, Any, str]], logs: TokenScores) -> list[CompletionOutput]:
+        """An output of each item, with what an answer says of it, and its text. logs: their tokens' scores, taken."""
+        outputs = []
+        for i, (item, entry, text) in enumerate(items):
+            tokens, reason = [*item.tokens, self._end], {"finish_reason": "stop"}
+            output = CompletionOutput(i, text, tokens, item.score, logprobs=None, stop_reason=self._end, **reason)
+            output.item = entry
+            if logs.items:
+                output.item_logprobs = item_logprobs(*logs.items[i])
+            outputs.append(output)
+        return outputs
+
+    def ask(self, one: Pass, *, cached: bool) -> tuple[list[int], SamplingParams]:
+        """The prompt and the parameters of the request that scores a pass.
+
+        cached: whether it may use the prefix cache, of which the answer lacks the tokens' rows (`missing`).
+        """
+        common: dict[str, Any] = {
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "detokenize": False,
+            "flat_logprobs": True,  # columns, not an object a token
+            "skip_clone": True,  # no other request has these parameters
+        }
+        tokens, run = [*self.prompt, *one.tokens], one.tokens[one.known :]
+        if not self._v2:  # which alone scores chosen tokens anywhere in a prompt
+            return tokens, ScoringParams(**common, **model_runner.scoring(one, cached=cached))
+        chosen = np.full((len(run) + 1, max(1, len(one.after))), -1, np.int64)
+        chosen[: len(run), 0] = run
+        chosen[-1, : len(one.after)] = one.after
+        params = ScoringParams(
+            prompt_logprob_token_ids=chosen,
+            prompt_logprob_start=len(self.prompt) + one.known - 1,
+            skip_reading_prefix_cache=not cached,
+            **common,
+        )
+        # The last row scores what would follow; a prompt's rows end one before its last token.
+        return [*tokens, self._end], params
+
+    def missing(self, one: Pass, output: Any) -> bool:
+        """Whether the output lacks what was asked, so that it has to be asked again."""
+        if not self._v2:
+            return model_runner.lacks_scores(one, len(self.prompt), output)
+        return output.prompt_token_id_logprobs is None
+
+    def answer(self, one: Pass, output: Any) -> Answer:
+        """What vLLM has scored."""
+        if not self._v2:
+            return model_runner.scored(one, len(self.prompt), output)
+        run = len(one.tokens) - one.known
+        table = np.asarray(output.prompt_token_id_logprobs, np.float64)
+        return table[:run, 0], table[run, : len(one.after)]
+
+
+def offline(
+    llm: Any, inputs: Sequence[Any], asked: ItemRequest, params: Any, lora_requests: Sequence[Any], priorities:
+    Sequence[int] | None = None,
+) -> list[Any]:  # fmt: skip
+    """`LLM.beam_search` of prompts that vLLM has tokenized, all of them together."""
+    from vllm.entrypoints.generate.beam_search.utils import BeamSearchOutput, BeamSearchSequence
+
+    tokenizer = llm.get_tokenizer()
+    end_token, front_end = tokenizer.eos_token_id, llm.llm_engine.input_processor.static_front_end
+    asked = front_end.pinned(asked)  # all lists are of one version
+    lists = [RankedList(front_end, asked, list(one["prompt_token_ids"]), end_token) for one in inputs]
+    results, logs = _results(llm, front_end, lists, lora_requests, priorities)
+    # All that is written out goes through the tokenizer and the set together.
+    after = [[[*item.tokens, end_token] for item in best.items] for best in results]
+    texts = _texts(tokenizer, [one.prompt for one in lists], after, skip_special_tokens=params.skip_special_tokens)
+    entries = described(results, lists[0].job.item_set, lists[0].job.of_set) if lists else []
+    outputs = []
+    for i, best in enumerate(results):
+        sequences: list[Any] = []
+        for item, tokens, text, entry in zip(best.items, after[i], texts[i], entries[i], strict=True):
+            sequence = BeamSearchSequence(
+                inputs[i],
+                tokens=lists[i].prompt + tokens,
+                logprobs=[],
+                lora_request=lora_requests[i],
+                cum_logprob=item.score,
+                text=text,
+                finish_reason="stop",
+                stop_reason=end_token,
+            )
+            for name in ("key", "keys", *(_OF_DRAW & entry.keys())):
+                setattr(sequence, name, entry[name])
+            sequence.item_set_version = entry.get("item_set_version")
+            if logs[i].items:
+                sequence.item_logprobs = item_logprobs(*logs[i].items[len(sequences)])
+            sequences.append(sequence)
+        output = BeamSearchOutput(sequences=sequences)
+        for name, value in best.took.items():
+            setattr(output, name, value)
+        outputs.append(output)
+    return outputs
+
+
+def with_lists(llm: Any, results: list[Any]) -> list[Any]:
+    """The results of `LLM`, after whose thoughts lists are made: the `items` of their outputs."""
+    each = [(one, output) for one in results if isinstance(one, RequestOutput) for output in one.outputs]
+    each = [(one, output) for one, output in each if hasattr(output, THOUGHT)]
+    asked = [vars(output).pop(THOUGHT) for _, output in each]
+    inputs = [{"prompt_token_ids": [*one.prompt_token_ids, *output.token_ids]} for one, output in each]
+    options = {"loras": [one.lora_request for one, _ in each], "priorities": None}
+    made = candidates(llm, inputs, asked, [one.ended.params for one in asked], **options) if each else []
+    for (_, output), one in zip(each, made, strict=True):
+        output.items = _as_items(one)
+    return results
+
+
+async def with_list(client: Any, result: RequestOutput, told: dict[int, dict[str, Any]], **options: Any) -> None:
+    """Make the lists after those of a result's thoughts that have ended; `told` has their items then. options: of
+    requests."""
+    for output in result.outputs:
+        if (asked := told.get(output.index, {}).get(THOUGHT)) is not None:
+            vars(output).pop(THOUGHT, None)
+            prompt = {"prompt_token_ids": [*(result.prompt_token_ids or ()), *asked.ended.tokens]}
+            async for made in online(asked, client, prompt, result.request_id, asked.ended.params, **options):
+                told[output.index] = {"items": _as_items(made)}
+
+
+def _as_items(made: RequestOutput) -> list[dict[str, Any]] | None:
+    """What an answer says of the list after its thought; None if that was aborted."""
+    told = [told_of(one) | {"text": one.text} for one in made.outputs if one.finish_reason != ABORT]
+    return [one.pop("item") | one for one in told] or None
+
+
+def candidates(
+    llm: Any, inputs: Sequence[Any], asked: Sequence[ItemRequest], params: Sequence[SamplingParams], **options: Any
+) -> list[RequestOutput]:
+    """What `LLM.generate` answers to requests for lists or draws. options: of `_results`."""
+    tokenizer, front_end = llm.get_tokenizer(), llm.llm_engine.input_processor.static_front_end
+    pinned = [front_end.pinned(one) for one in asked]
+    prompts = [list(one["prompt_token_ids"]) for one in inputs]
+    end_token = tokenizer.eos_token_id
+    given = zip(pinned, prompts, strict=True)
+    lists = [RankedList(front_end, request, prompt, end_token) for request, prompt in given]
+    outputs = []
+    for i, (best, logs) in enumerate(zip(*_results(llm, front_end, lists, **options), strict=True)):
+        (entries,) = described([best], lists[i].job.item_set, lists[i].job.of_set)
+        texts = _decoded(tokenizer, [item.tokens for item in best.items], skip_special_tokens=False)
+        made = lists[i].outputs(zip(best.items, entries, texts, strict=True), logs)
+        outputs.append(_output(str(next(llm.request_counter)), inputs[i], made))
+    return outputs
+
+
+def _output(request_id: str, prompt: Any, outputs: list[CompletionOutput]) -> RequestOutput:
+    tokens = list(prompt["prompt_token_ids"])
+    return RequestOutput(request_id, prompt.get("prompt"), tokens, None, outputs, finished=True)
+
+
+def _texts(
+    tokenizer: Any, prompts: Sequence[list[int]], continuations: Sequence[list[list[int]]], **options: Any
+) -> list[list[str]]:
+    """Return the text of each prompt with each of its continuations. A prompt is decoded once, but for its last tokens,
+    on which the text that follows may depend. options: of `decode`."""
+    befores, rows = [], list[list[int]]()
+    for prompt, after in zip(prompts, continuations, strict=True):
+        near = prompt[-_NEAR:]
+        whole, end = tokenizer.decode(prompt, **options), tokenizer.decode(near, **options)
+        if not whole.endswith(end):  # these tokens begin inside a character
+            near, end = prompt, whole
+        befores.append(whole[: len(whole) - len(end)])
+        rows += [near + tokens for tokens in after]
+    texts = iter(_decoded(tokenizer, rows, **options))
+    return [
+        [before + text for text in islice(texts, len(after))]
+        for before, after in zip(befores, continuations, strict=True)
+    ]
+
+
+def _decoded(tokenizer: Any, rows: Sequence[Sequence[int]], **options: Any) -> list[str]:
+    """Return the text of each row of tokens, in one call of a tokenizer that takes many. options: of `decode`."""
+    together = getattr(tokenizer, "batch_decode", None)
+    if together is None or not rows:  # vLLM's own protocol has `decode` alone
+        return [tokenizer.decode(list(row), **options) for row in rows]
+    # Of an array no value's type is looked at.
+    alike = len({len(row) for row in rows}) == 1
+    texts: list[str] = together(np.array(rows) if alike else [list(row) for row in rows], **options)
+    return texts
+
+
+def _results(
+    llm: Any, front_end: Any, lists: Sequence[RankedList], loras: Sequence[Any], priorities: Sequence[int] | None
+) -> tuple[list[Found], list[TokenScores]]:
+    """Make the lists, each in one request if it can be, the others round by round together; then score their tokens."""
+
+    def generate(requests: Sequence[tuple[int, list[int], SamplingParams]]) -> list[Any]:
+        """The outputs of requests, each with the index of its list."""
+        outputs: list[Any] = llm.generate(
+            [{"prompt_token_ids": tokens} for _, tokens, _ in requests],
+            [params for *_, params in requests],
+            use_tqdm=False,
+            lora_request=[loras[i] for i, *_ in requests] if any(loras) else None,
+            priority=None if priorities is None else [priorities[i] for i, *_ in requests],
+        )
+        return outputs
+
+    carried = [(i, one.job.carried) for i, one in enumerate(lists) if one.job.carried is not None]
+    whole = [(i, lists[i].whole_prompt, compat.list_params(one)) for i, one in carried if lists[i].table is None]
+    for (i, *_), output in zip(whole, generate(whole) if whole else [], strict=True):
+        lists[i].table = output.prompt_token_id_logprobs
+    read, results = front_end.one_request.read, dict[int, Found | None]()
+    results |= {i: read(one, lists[i].table, lists[i].search) for i, one in carried}
+    others = [i for i in range(len(lists)) if results.get(i) is None]
+
+    def score(passes: Sequence[tuple[int, Pass]], others: Sequence[int]) -> list[Answer]:
+        answers: dict[int, Answer] = {}
+        for cached in (True, False):
+            left = [(n, others[i], one) for n, (i, one) in enumerate(passes) if n not in answers]
+            asked = [(i, *lists[i].ask(one, cached=cached)) for _, i, one in left]
+            for (n, i, one), output in zip(left, generate(asked) if asked else (), strict=True):
+                if not lists[i].missing(one, output):
+                    answers[n] = lists[i].answer(one, output)
+        return [answers[n] for n in range(len(passes))]
+
+    if others:
+        found = run_together([lists[i].search for i in others], partial(score, others=others))
+        results |= zip(others, found, strict=True)
+    made = [best for _, best in sorted(results.items()) if best is not None]
+    logs = [one.token_scores(best) for one, best in zip(lists, made, strict=True)]
+    if asking := [i for i, one in enumerate(logs) if one.passes]:
+        run_together([logs[i] for i in asking], partial(score, others=asking))
+    return made, logs
+
+
+async def online(
+    asked: ItemRequest, client: Any, prompt: Any, request_id: str, params: Any, **options: Any
+) -> AsyncGenerator[RequestOutput, None]:
+    """The beam search of vLLM's server, and candidates of `AsyncLLM.generate`. options: of requests.
+
+    When the client goes, all its requests are aborted. A list that the engine aborts ends as samples do then.
+    """
+    tokenizer = client.renderer.get_tokenizer()
+    front_end, tokens = client.input_processor.static_front_end, list(prompt["prompt_token_ids"])
+    asked = await front_end.prepare(asked)
+    body().begin(thinks=False)
+    made = RankedList(front_end, asked, tokens, tokenizer.eos_token_id)
+    lists = front_end.lists(client)
+
+    async def generate(prompt: list[int], params: SamplingParams) -> Any:
+        output: Any = None
+        name = f"{request_id}-{random_uuid()}"
+        given = {"type": "token", "prompt_token_ids": prompt}  # vLLM has nothing left to render
+        with no_body():
+            async for part in client.generate(given, params, name, **options):
+                output = part
+        if output.outputs[0].finish_reason == ABORT:
+            raise AbortedError
+        return output
+
+    async def ask(one: Pass) -> Any:
+        for cached in (True, False):
+            output = await generate(*made.ask(one, cached=cached))
+            if not made.missing(one, output):
+                return output
+        raise RuntimeError("vLLM gave no scores")
+
+    best = None
+    try:
+        if (carried := made.job.carried) is not None:
+            if made.table is None:
+                async with front_end.one_request.room(carried.ranked, lambda: compat.unfinished(client)):
+                    output = await generate(made.whole_prompt, compat.list_params(carried))
+                made.table = output.prompt_token_id_logprobs
+            best = front_end.one_request.read(carried, made.table, made.search)
+        if best is None:
+            best = await lists.run(made.search, ask, made.answer)
+        if (logs := made.token_scores(best)).passes:
+            await lists.run(logs, ask, made.answer)
+    except AbortedError:
+        none = [CompletionOutput(i, "", [], 0.0, None, finish_reason=ABORT) for i in range(asked.wanted)]
+        yield _output(request_id, prompt, none)
+        return
+    items: list[tuple[Any, Any, str]] = []
+    async for part in lists.entries(best, made.job.item_set, made.job.of_set):
+        rows = [item.tokens for item, _ in part]
+        texts = _decoded(tokenizer, rows, skip_special_tokens=False)
+        items += [(item, entry, text) for (item, entry), text in zip(part, texts, strict=True)]
+    yield _output(request_id, prompt, made.outputs(items, logs))

@@ -1,0 +1,270 @@
+"""The hooks by which a request with an item set passes vLLM's front end, of a server or offline."""
+
+import contextlib
+import copy
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing
+from functools import partial
+from typing import Any
+
+from itemset.errors import ItemSetError
+from itemset.serving import metrics
+from itemset.serving.config import start_up
+from itemset.serving.hooks import IMPORTED
+from itemset.serving.request import wants_candidates
+from itemset.serving.request_fields import REFERENCE, SLATE, STRUCTURED
+from vllm_static import compat
+from vllm_static.compat import hook
+from vllm_static.front import answers
+
+
+@hook("vllm.v1.engine.input_processor:InputProcessor.__init__", always=True)
+def _input_processor_init(original: Callable[..., Any], self: Any, vllm_config: Any) -> None:
+    """Item sets are opened and checked once a front end, before the engine starts."""
+    original()
+    self.static_front_end = None
+    if compat.is_ours(vllm_config):
+        # Knows the built-in backends only: constraints without sets are validated as xgrammar's.
+        self.structured_outputs_config = compat.xgrammar_config(self.structured_outputs_config)
+        from vllm_static.front.front_end import FrontEnd
+
+        with start_up():
+            if self.tokenizer is None:
+                raise ValueError("the static backend needs the model's tokenizer: leave out skip_tokenizer_init")
+            self.static_front_end = FrontEnd(vllm_config, self.tokenizer)
+
+
+@contextlib.contextmanager
+def refusals(params: Any = None) -> Iterator[None]:
+    """What is wrong with an item set becomes vLLM's own error for one bad request, HTTP 400, counted. params: the
+    request's, or the request; its slate or its structured outputs are at fault if no other field is."""
+    try:
+        with metrics.refusals():
+            yield
+    except ItemSetError as error:
+        from vllm.exceptions import VLLMValidationError
+
+        from vllm_static.front.request import asks_slate
+
+        own = REFERENCE if getattr(params, STRUCTURED, None) is None else STRUCTURED
+        own = SLATE if asks_slate(params) else own
+        raise VLLMValidationError(str(error), parameter=getattr(error, "param", None) or own) from error
+
+
+@hook("vllm.v1.engine.input_processor:InputProcessor.process_inputs", always=True)
+def _process_inputs(original: Callable[..., Any], self: Any, params: Any) -> Any:
+    """The item set is attached to its request: every request passes here, with its prompt's length known."""
+    from vllm.exceptions import VLLMValidationError
+    from vllm.sampling_params import SamplingParams
+
+    from vllm_static.front.request import asked, names_sets, put
+
+    front_end, item_request, told = self.static_front_end, None, getattr(params, answers.TOLD, None)
+    if isinstance(params, SamplingParams):
+        with refusals(params):
+            if not front_end and names_sets(params):  # it would be ignored
+                flags = "--structured-outputs-config.backend static and --item-set"
+                raise ItemSetError(f"this engine has no item sets: start it with {flags}")
+            if front_end and (judged := asked(params)) is not None:
+                params = put(params, item_request := front_end.pinned(judged))
+    given = params
+    if item_request is not None:
+        if self.model_config.is_diffusion:
+            raise VLLMValidationError("Item sets are not supported for diffusion language models.")
+        given = copy.copy(params)
+        if not item_request.after or item_request.choice is not None:
+            given.structured_outputs = None  # vLLM knows no such: `attach` puts its own
+    request = original(params=given)
+    if item_request is not None:
+        prompt_tokens = len(request.prompt_embeds if request.prompt_token_ids is None else request.prompt_token_ids)
+        with refusals(params):
+            expecting = front_end.attach(item_request, request.sampling_params, prompt_tokens)
+            setattr(request.sampling_params, answers.EXPECTED, lambda request: (expecting(request), told))
+    return request
+
+
+@hook("vllm.v1.engine.async_llm:AsyncLLM.generate")
+def _generate(
+    original: Callable[..., Any], self: Any, prompt: Any, sampling_params: Any, request_id: str, lora_request: Any,
+    trace_headers: Any, session_id: Any = None, priority: int = 0,
+) -> Any:  # fmt: skip
+    """A server's request, judged; inline sets are encoded, and filters applied, beside the event loop. Lists and draws,
+    each item an output."""
+    if not self.input_processor.static_front_end:
+        return original()
+    from vllm_static.front import http
+    from vllm_static.front.request import asked
+
+    options = {"lora_request": lora_request, "trace_headers": trace_headers, "session_id": session_id}
+    if _wants_candidates(sampling_params):
+        return _candidates(self, prompt, sampling_params, request_id, priority=priority, **options)
+    with refusals(sampling_params):
+        params = http.with_item_set(sampling_params)
+        if asked(params) is None:
+            return original(sampling_params=params)
+    return _prepared(original, self, copy.copy(params), answers.place(), priority=priority, **options)
+
+
+async def _prepared(
+    original: Callable[..., Any], client: Any, params: Any, place: answers.Place, **options: Any
+) -> Any:
+    """The answers of a request, whose set or constraint is made first: for a large inline set it takes seconds.
+    options: of the request, for a list after its thought."""
+    from vllm_static.front import list_requests
+    from vllm_static.front.front_end import follow
+    from vllm_static.front.request import asked, put
+
+    follow(client)  # without a server nobody has begun to
+    front_end = client.input_processor.static_front_end
+    with refusals(params):
+        if (item_request := asked(params)) is not None:
+            params = put(params, await front_end.prepare(item_request))
+    told: dict[int, Any] = {}
+    setattr(params, answers.TOLD, told)
+    async with aclosing(original(sampling_params=params)) as results:
+        async for result in results:
+            with refusals(params):
+                await list_requests.with_list(client, result, told, **options)
+            yield answers.noted(result, place, told)
+
+
+async def _candidates(
+    client: Any, prompt: Any, params: Any, request_id: str, **options: Any
+) -> AsyncGenerator[Any, None]:
+    """A list or draws, each item an output."""
+    from vllm.renderers.inputs.preprocess import parse_model_prompt
+
+    from vllm_static.front import list_requests
+    from vllm_static.front.request import asked_of_generate
+
+    with refusals():
+        request = asked_of_generate(params)
+        assert request is not None
+        if not (isinstance(prompt, dict) and "prompt_token_ids" in prompt):
+            parsed = parse_model_prompt(client.model_config, prompt)
+            (prompt,) = await client.renderer.render_cmpl_async([parsed])
+        async for output in list_requests.online(request, client, prompt, request_id, params, **options):
+            yield output
+
+
+def _wants_candidates(params: Any) -> bool:
+    return wants_candidates(getattr(params, "extra_args", None))
+
+
+@hook("vllm.entrypoints.llm:LLM.generate", why="lists and draws, each item an output", when=IMPORTED)
+def _generate_offline(
+    original: Callable[..., Any], self: Any, prompts: Any, sampling_params: Any, lora_request: Any, priority: Any,
+    tokenization_kwargs: Any,
+) -> Any:  # fmt: skip
+    """SamplingParams(n=16, extra_args={"item_set": "films", "list": True}), or "draws": True. Samples of other prompts
+    of the same call are made by vLLM, after them."""
+    given = sampling_params if isinstance(sampling_params, list | tuple) else [sampling_params]
+    if self.llm_engine.input_processor.static_front_end is None or not any(map(_wants_candidates, given)):
+        return original()
+    from vllm_static.front import list_requests
+    from vllm_static.front.request import asked_of_generate
+
+    alone = not isinstance(prompts, list | tuple) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    prompts = [prompts] if alone else list(prompts)
+    each = list(self._params_to_seq(sampling_params, len(prompts)))
+    loras = self._lora_request_to_seq(lora_request, len(prompts))
+    priorities = self._priority_to_seq(priority, len(prompts))
+
+    def of(values: Any, chosen: list[int]) -> list[Any]:
+        return [values[i] for i in chosen]
+
+    with refusals():
+        asked = [asked_of_generate(one) for one in each]
+        ours = [i for i, one in enumerate(asked) if one is not None]
+        inputs = self._preprocess_cmpl(of(prompts, ours), tokenization_kwargs)
+        options = {"loras": of(loras, ours), "priorities": None if priority is None else of(priorities, ours)}
+        found = list_requests.candidates(self, inputs, of(asked, ours), of(each, ours), **options)
+    outputs = dict(zip(ours, found, strict=True))
+    if others := [i for i in range(len(prompts)) if i not in outputs]:
+        more: dict[str, Any] = {"lora_request": of(loras, others)} if lora_request is not None else {}
+        more |= {"priority": of(priorities, others)} if priority is not None else {}
+        samples = original(prompts=of(prompts, others), sampling_params=of(each, others), **more)
+        outputs |= zip(others, samples, strict=True)
+    return [outputs[i] for i in range(len(prompts))]
+
+
+@hook("vllm.entrypoints.common.offline:OfflineInferenceMixin._run_engine", when=IMPORTED)
+def _run_engine(original: Callable[..., Any], self: Any) -> Any:
+    """Offline, lists after thoughts, whichever method of `LLM` has asked for them."""
+    from vllm_static.front import list_requests
+
+    with refusals():
+        return list_requests.with_lists(self, original())
+
+
+@hook("vllm.entrypoints.serve.engine.serving:BaseServing._check_model", when=IMPORTED)
+async def _check_model(original: Callable[..., Any], self: Any, request: Any) -> Any:
+    """The fields of a request: every endpoint passes here, before vLLM makes parameters, without most of them."""
+    from vllm.exceptions import VLLMValidationError
+
+    from vllm_static.front import http
+
+    if hasattr(request, "model_extra"):
+        try:
+            with refusals(request):
+                http.judge_request(request)
+                if (front_end := compat.front_end_of(self)) is not None:
+                    await http.make_sets(front_end)
+        except VLLMValidationError as error:  # not every endpoint expects one to be raised here
+            return self.create_error_response(error)
+    return await original()
+
+
+@hook("vllm.entrypoints.generate.beam_search.offline:BeamSearchOfflineMixin.beam_search", when=IMPORTED)
+def _beam_search(
+    original: Callable[..., Any], self: Any, prompts: Any, params: Any, lora_request: Any, priority: Any = None
+) -> Any:  # priority: since vLLM 0.33
+    """Ranked lists offline: vLLM's own loop loses legal candidates, and knows the built-in backends only."""
+    from vllm_static.front import list_requests
+    from vllm_static.front.request import asked
+
+    if self.llm_engine.input_processor.static_front_end is None:
+        return original()
+    with refusals(params):
+        if (item_request := asked(params)) is None:
+            return original(params=compat.beams_by_xgrammar(params))
+        inputs = self._preprocess_cmpl(prompts)
+        loras = self._lora_request_to_seq(lora_request, len(inputs))
+        priorities = None if priority is None else self._priority_to_seq(priority, len(inputs))
+        return list_requests.offline(self, inputs, item_request, params, loras, priorities)
+
+
+@hook("vllm.entrypoints.generate.beam_search.online:BeamSearchOnlineMixin.beam_search", when=IMPORTED)
+def _beam_search_online(
+    original: Callable[..., Any], self: Any, prompt: Any, request_id: str, params: Any, lora_request: Any,
+    trace_headers: Any, session_id: Any, priority: int = 0,
+) -> AsyncGenerator[Any, None]:  # fmt: skip # priority: since vLLM 0.33
+    """Ranked lists over HTTP."""
+    from vllm_static.front import http, list_requests
+    from vllm_static.front.request import asked
+
+    way: Any = original
+    with refusals(params):
+        if self.engine_client.input_processor.static_front_end:
+            params = http.with_item_set(params)
+            if (item_request := asked(params)) is not None:
+                options = {"trace_headers": trace_headers, "session_id": session_id, "priority": priority}
+                options["lora_request"] = lora_request
+                way = partial(
+                    list_requests.online, item_request, self.engine_client, prompt, request_id, params, **options
+                )
+    return _refused_late(way, params, answers.place())
+
+
+async def _refused_late(way: Callable[..., Any], params: Any, place: answers.Place) -> AsyncGenerator[Any, None]:
+    with refusals(params):
+        async for result in way():
+            yield answers.noted(result, place)
+
+
+@hook("starlette.requests:Request.json", when=IMPORTED, always=True)
+def _parse_body(original: Callable[..., Any], self: Any) -> Any:
+    """An HTTP body is judged as soon as it is parsed, before anything is dropped, where our middleware asks for it."""
+    from itemset.serving import http_bodies
+
+    return http_bodies.judged(original, self)

@@ -1,0 +1,1 @@
+"""What model runner V1 needs, which CPUs run."""

@@ -1,0 +1,156 @@
+"""All that model runner V1 needs. It stays as long as a supported vLLM may choose V1: vLLM deprecates it in 0.33.
+
+V1 has no device path. Ranked lists take rounds of requests there, which score chosen tokens, and V1's samplers
+mishandle these beside other requests: `RejectionSampler`, with speculation, takes their few columns for whole rows of
+logits, and the error ends the engine; `Sampler` gives such columns to the whole batch, also to requests that ask for
+their most likely tokens. Both are told of no chosen tokens here; their columns are added.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from itemset.masking.slots import log_probs_of
+from itemset.serving.hooks import IMPORTED
+from vllm_static import compat
+from vllm_static.compat import hook
+from vllm_static.worker.beam_kv import to_device
+from vllm_static.worker.weights import temperature
+
+if TYPE_CHECKING:
+    from itemset.ranking.scored_tree import Answer, Pass
+
+LOGITS_MODES = ("raw_logits", "processed_logits")
+"""Of `--logprobs-mode`: those in which vLLM gives logits where it is asked for log-probabilities."""
+_RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
+_WEIGHED = "static_weighed"
+"""Attribute of the model runner within a step: the rows that ask, their temperatures, and the mass of all tokens."""
+
+
+@hook(f"{_RUNNER}.sample_tokens", when=IMPORTED, always=True)
+def sample_tokens(original: Callable[..., Any], self: Any, grammar_output: Any) -> Any:
+    """V1: an answer's weight needs its logits as they were before the mask."""
+    state = self.execute_model_state
+    if (
+        grammar_output is not None
+        and state is not None
+        and state.logits is not None
+        and compat.is_ours(self.vllm_config)
+    ):
+        constrained = set(grammar_output.structured_output_request_ids)
+        each = {
+            i: temperature(self.requests[request].sampling_params)
+            for i, request in enumerate(self.input_batch.req_ids)
+            if request in constrained
+        }
+        if requests := [i for i, asked in each.items() if asked]:
+            rows = _rows(requests, state.spec_decode_metadata)
+            temperatures = to_device([each[i] for i, *_ in rows], state.logits.device, np.float32)[:, None]
+            setattr(self, _WEIGHED, (rows, temperatures, _scaled(state.logits, rows, temperatures).logsumexp(-1)))
+    return original()
+
+
+@hook(f"{_RUNNER}._sample", when=IMPORTED, always=True)
+def sample(original: Callable[..., Any], self: Any, logits: Any, spec_decode_metadata: Any) -> Any:
+    """V1: an answer's weight; scores of chosen tokens take other requests' most likely tokens away, or end the
+    engine."""
+    weighed, temperatures, whole = vars(self).pop(_WEIGHED, ([], None, None))
+    given = self.input_batch.sampling_metadata
+    chosen: dict[int, list[int]] = (compat.is_ours(self.vllm_config) and given.logprob_token_ids) or {}
+    if not weighed and not chosen:
+        return original()
+    # The samplers change the logits in place, which are masked by now.
+    legal = _scaled(logits, weighed, temperatures) if weighed else None
+    rows = _rows(list(chosen), spec_decode_metadata)
+    scores = _scores(self.sampler, logits, rows, [chosen[request] for request, *_ in rows]) if rows else None
+    self.input_batch.sampling_metadata = _without(given) if chosen else given
+    try:
+        output = original()
+    finally:
+        self.input_batch.sampling_metadata = given
+    width = output.sampled_token_ids.shape[1]  # a column a draft, and one more
+    if scores is not None:
+        output = _with(output, [request * width + place for request, place, _ in rows], *scores)
+    if legal is not None:
+        places = to_device([request * width + place for request, place, _ in weighed], legal.device)
+        tensors = output.logprobs_tensors
+        tensors.logprobs[places, :2] = log_probs_of(legal, whole, tensors.logprob_token_ids[places, 0])
+    return output
+
+
+def _rows(requests: Sequence[int], drafts: Any) -> list[tuple[int, int, int]]:
+    """Each of these requests, by its place in the batch, with the number of each of its rows and the row among all.
+
+    drafts: SpecDecodeMetadata, None without speculation, when each request has one row.
+    """
+    if drafts is None:
+        return [(request, 0, request) for request in requests]
+    first = [0, *accumulate(count + 1 for count in drafts.num_draft_tokens)]
+    return [(one, place, first[one] + place) for one in requests for place in range(drafts.num_draft_tokens[one] + 1)]
+
+
+def _scaled(logits: Tensor, rows: Sequence[tuple[int, int, int]], temperatures: Tensor) -> Tensor:
+    """The logits of these rows, by their temperatures: [rows, vocabulary] float32."""
+    return logits[to_device([row for *_, row in rows], logits.device)].float() / temperatures
+
+
+def _without(sampling_metadata: Any) -> Any:
+    """The same without chosen tokens, but with a column for the sampled token."""
+    width = sampling_metadata.max_num_logprobs or 0
+    return dataclasses.replace(sampling_metadata, logprob_token_ids=None, max_num_logprobs=width)
+
+
+def _scores(sampler: Any, logits: Tensor, rows: Sequence[Any], tokens: list[list[int]]) -> tuple[Tensor, Tensor]:
+    """Of these rows' tokens: [rows, most tokens] ids, int32, and scores, float32. Shorter rows end with 0 and -inf."""
+    table = np.full((len(rows), max(map(len, tokens))), -1, np.int64)
+    for row, chosen in zip(table, tokens, strict=True):
+        row[: len(chosen)] = chosen
+    ids = to_device(table, logits.device)
+    scored = logits[to_device([row for *_, row in rows], logits.device)].float()
+    if sampler.logprobs_mode not in LOGITS_MODES:
+        scored = scored.log_softmax(-1)
+    scores = scored.gather(1, ids.clamp(min=0)).masked_fill(ids < 0, -torch.inf)
+    return ids.clamp(min=0).int(), scores
+
+
+def _with(output: Any, rows: list[int], ids: Tensor, scores: Tensor) -> Any:
+    """The sampler's output with these columns in its rows, after that of the sampled token."""
+    tensors = output.logprobs_tensors
+    width = ids.shape[1]
+    more = (0, max(0, 1 + width - tensors.logprobs.shape[1]))
+    all_ids, all_scores = pad(tensors.logprob_token_ids, more), pad(tensors.logprobs, more, value=-torch.inf)
+    index = to_device(rows, ids.device)
+    all_ids[index, 1 : 1 + width] = ids
+    all_scores[index, 1 : 1 + width] = scores
+    output.logprobs_tensors = tensors._replace(logprob_token_ids=all_ids, logprobs=all_scores)
+    return output
+
+
+def scoring(one: "Pass", *, cached: bool) -> dict[str, Any]:
+    """What the parameters of a request that scores a pass of a ranked list have on V1, which scores chosen tokens that
+    may follow a prompt, and the prompt's own. cached: whether it may use the prefix cache."""
+    own: dict[str, Any] = {}
+    if one.known < len(one.tokens):
+        own = {"prompt_logprobs": 0, "skip_reading_prefix_cache": not cached}
+    after = one.after.tolist()
+    # Without `logprobs`: vLLM would look for as many most likely tokens besides.
+    return own | ({"logprob_token_ids": after} if after else {"logprobs": 0})
+
+
+def lacks_scores(one: "Pass", prompt_tokens: int, output: Any) -> bool:
+    """Whether V1 has filled in only the rows that it has computed, and left what was in memory for the others."""
+    return len(one.tokens) > one.known and (output.num_cached_tokens or 0) >= prompt_tokens + one.known
+
+
+def scored(one: "Pass", prompt_tokens: int, output: Any) -> "Answer":
+    """What V1 has scored of a pass."""
+    own, (after,) = output.prompt_logprobs, [output.outputs[0].logprobs]
+    first = prompt_tokens + one.known
+    scores = [own.logprobs[own.start_indices[i]] for i in range(first, prompt_tokens + len(one.tokens))]
+    return np.array(scores), np.array(after.logprobs[1:])  # the first is the sampled token's

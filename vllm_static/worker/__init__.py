@@ -1,0 +1,1 @@
+"""The workers: masks, lists and weights inside a step."""

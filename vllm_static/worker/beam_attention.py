@@ -1,0 +1,320 @@
+"""Attention of passes whose rows branch off prompts: each prompt's KV is read once for all of its rows.
+
+A layer's attention runs in two parts: all rows of a prompt as one sequence over the prompt, without a causal mask,
+since every row comes after it, with its log-sum-exp; then each row over its own tokens, which lie apart (`beam_kv`).
+The layers know such a pass by its metadata, of a type of its own: any other step goes to the backend's own `forward`,
+untouched. Recorded full CUDA graphs hold that one, so such a pass is in none of them.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm import envs
+from vllm.config import get_layers_from_vllm_config
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+from vllm_static.worker.beam_kv import BeamMetadata, PromptPart
+
+SEGMENTS = 8  # in which programs of Triton's kernel go through a prompt, if there are few queries
+MANY = 1 << 13  # queries times heads: this many fill a GPU with programs as they are
+TOLERANCE = 0.05  # of an attention of numbers around 1: what 16 bits may make of another order of adding
+
+
+def install(runner: Any) -> str | None:
+    """Let the layers of the runner's model understand `BeamMetadata`, or return why they cannot. Raises
+    NotImplementedError for some of the reasons."""
+    layers = get_layers_from_vllm_config(runner.vllm_config, AttentionLayerBase, layer_names(runner)).values()
+    fast_prefill = runner.vllm_config.cache_config.kv_sharing_fast_prefill
+    reasons = {
+        "VLLM_BATCH_INVARIANT": envs.VLLM_BATCH_INVARIANT,
+        "fast prefill, whose models look into the metadata": fast_prefill,
+        "a window after the prompt": getattr(runner.model_config, "rswa_window", None) is not None,
+    }
+    of_layers = filter(None, (why_not(layer.impl) for layer in layers))
+    if reason := next(filter(reasons.get, reasons), None) or next(of_layers, None):
+        return f"attention cannot read prompts once for all beams: {reason}"
+    for layer in layers:
+        blocks, _, tokens, _ = layer.kv_cache.shape
+        if (blocks, [tokens]) != (runner.kv_cache_config.num_blocks, runner.block_tables.block_sizes):
+            raise NotImplementedError("a KV cache whose blocks are split for attention")
+        if layer.kv_cache.dtype != runner.dtype:
+            raise NotImplementedError(f"a KV cache of {layer.kv_cache.dtype}")
+        for segments in (SEGMENTS, 1) if type(layer.impl).__name__ == "TritonAttentionImpl" else (0,):
+            if not largest_difference(layer, layer.kv_cache, segments) <= TOLERANCE:  # nor if it is not a number
+                return f"attention that reads prompts once for all beams gives other numbers: {type(layer.impl)}"
+        layer.impl.forward = _with_beams(layer.impl)
+    return None
+
+
+def layer_names(runner: Any) -> list[str]:
+    """Return the names of the attention layers of the runner's model."""
+    return [name for groups in runner.attn_groups for group in groups for name in group.layer_names]
+
+
+def why_not(impl: Any) -> str | None:
+    """Return what keeps an attention implementation from the two parts; None if nothing is known to."""
+    name = type(impl).__name__
+    if name not in _PROMPT:
+        return f"layers of {name}"
+    reasons = {
+        "a sliding window": impl.sliding_window not in (-1, (-1, -1)),
+        "ALiBi, which goes by the distance of query and key": impl.alibi_slopes is not None,
+        "attention sinks, which both parts would count": impl.sinks is not None,
+        f"a KV cache of {impl.kv_cache_dtype}": impl.kv_cache_dtype not in ("auto", "float16", "bfloat16"),
+        "attention that is not a decoder's": impl.attn_type != "decoder",
+        "layers that share KV": impl.kv_sharing_target_layer_name is not None,
+        "a soft cap of scores on a CPU": name == "CPUAttentionBackendImpl" and bool(impl.logits_soft_cap),
+        "FlashAttention's kernel for heads of 256": getattr(impl, "fa4_hd256", False),
+        "an unknown version of FlashAttention": getattr(impl, "vllm_flash_attn_version", 0) is None,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def _with_beams(impl: Any) -> Callable[..., Tensor]:
+    """What takes the place of an attention implementation's `forward`."""
+    original: Callable[..., Tensor] = impl.forward
+
+    def forward(
+        layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Any, output: Tensor,
+        *args: Any, **kwargs: Any,
+    ) -> Tensor:  # fmt: skip
+        if type(attn_metadata) is not BeamMetadata:
+            return original(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
+        if any(scale is not None for scale in (*args, *kwargs.values())):
+            raise NotImplementedError("attention that quantises its output")
+        tokens = attn_metadata.tokens
+        attend(layer, query[:tokens], (key[:tokens], value[:tokens]), kv_cache, attn_metadata, output[:tokens])
+        return output
+
+    return forward
+
+
+def attend(
+    layer: Any, query: Tensor, new: tuple[Tensor, Tensor], kv_cache: Tensor, beams: BeamMetadata, output: Tensor
+) -> None:
+    """Fill `output` with the attention of `query` over the prompts and the rows' own tokens, and keep the KV of each
+    row's first token.
+
+    query, output: [tokens, heads, size]. new: keys and values of these tokens, each [tokens, KV heads, size]. kv_cache:
+    [blocks, KV heads, tokens of a block, 2 x size].
+    """
+    impl, own = layer.impl, own_entries(kv_cache, beams.first_block)
+    over_prompts, add = _PROMPT[type(impl).__name__], add_own
+    if over_prompts is not _on_cpu:
+        from vllm_static.worker import triton_attention
+
+        add = triton_attention.add_own
+    sums = over_prompts(layer, query, kv_cache, beams, output)
+    add(output, sums, query, new, own, beams.entries, beams.ancestors, impl.scale, impl.logits_soft_cap or 0.0)
+
+
+def add_own(
+    output: Tensor, sums: Tensor, query: Tensor, new: tuple[Tensor, Tensor], own: Tensor, entries: Tensor,
+    ancestors: Tensor, scale: float, cap: float,
+) -> None:  # fmt: skip
+    """Add what each row's own tokens are to its queries, and keep the KV of each row's first token.
+
+    output: [tokens, heads, size], the attention over the prompts, which is overwritten. sums: [heads, tokens] float32,
+    its log-sum-exp. query: [tokens, heads, size]. new: keys and values of these tokens, each [tokens, KV heads, size].
+    own: [any, KV heads, 2 x size], keys first. entries: [rows] int64, where in it the first tokens' go. ancestors:
+    [rows, known] int64; tokens are rows by rows. cap: of scores, 0 for none.
+    """
+    (tokens, heads, size), (rows, known) = query.shape, ancestors.shape
+    kv_heads, more = own.shape[1], tokens // rows
+    both = torch.cat(new, -1).view(rows, more, kv_heads, 2 * size)
+    own.index_copy_(0, entries, both[:, 0])
+    keys, values = torch.cat((own[ancestors], both), 1).float().split(size, -1)
+    queries = query.view(rows, more, kv_heads, heads // kv_heads, size).float()
+    scores = torch.einsum("rmhgd,rkhd->rmhgk", queries, keys) * scale
+    if cap:
+        scores = cap * torch.tanh(scores / cap)
+    if more > 1:
+        order = torch.arange(known + more, device=query.device)
+        later = order > order[known:, None]  # [more, known + more]
+        scores = scores.masked_fill(later[:, None, None], -torch.inf)
+    own_sums = scores.logsumexp(-1).view(tokens, heads, 1)
+    added = torch.einsum("rmhgk,rkhd->rmhgd", scores.softmax(-1), values).reshape(tokens, heads, size)
+    output.copy_(output.float().lerp(added, torch.sigmoid(own_sums - sums.t()[:, :, None])))
+
+
+def own_entries(kv_cache: Tensor, first_block: int) -> Tensor:
+    """Return the memory of a layer's last blocks as entries of beams: [entries, KV heads, 2 x size].
+
+    Raises NotImplementedError if a block's memory is not dense.
+    """
+    blocks, kv_heads, tokens, both = kv_cache.shape
+    if kv_cache.stride(0) != kv_heads * tokens * both:
+        raise NotImplementedError(f"a KV cache with strides of {kv_cache.stride()}")
+    shape = ((blocks - first_block) * tokens, kv_heads, both)
+    offset = kv_cache.storage_offset() + first_block * kv_cache.stride(0)
+    return kv_cache.as_strided(shape, (kv_heads * both, both, 1), offset)
+
+
+def _by_flash(layer: Any, query: Tensor, kv_cache: Tensor, beams: BeamMetadata, output: Tensor) -> Tensor:
+    """Fill `output`, [tokens, heads, size], with the attention over the prompts, and return its log-sum-exp, [heads,
+    tokens]: as in `FlashAttentionImpl.forward`."""
+    from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
+    from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
+
+    impl = layer.impl
+    keys, values = _keys_and_values(kv_cache, impl.head_size)
+    _, sums = flash_attn_varlen_func(
+        q=query, k=canonicalize_singleton_dim_strides(keys), v=canonicalize_singleton_dim_strides(values), out=output,
+        max_seqlen_q=beams.prompts.most_queries, window_size=[-1, -1], **_of_prompts(impl, beams.prompts),
+        return_softmax_lse=True, fa_version=impl.vllm_flash_attn_version,
+    )  # fmt: skip
+    log_sums: Tensor = sums
+    return log_sums
+
+
+def _by_triton(layer: Any, query: Tensor, kv_cache: Tensor, beams: BeamMetadata, output: Tensor) -> Tensor:
+    """The same, as in `TritonAttentionImpl.forward`. The kernel that goes through the keys in segments leaves the
+    largest score of each, and the sum of exponentials."""
+    from vllm.v1.attention.ops.triton_unified_attention import unified_attention
+
+    keys, values = _keys_and_values(kv_cache, layer.impl.head_size)
+    sums, largest, exponentials = _segments(query, beams)
+    unified_attention(
+        q=query,
+        k=keys,
+        v=values,
+        out=output,
+        max_seqlen_q=1,  # by which that kernel is chosen; it takes any number of queries
+        window_size=(-1, -1),
+        **_of_prompts(layer.impl, beams.prompts),
+        q_descale=None,
+        k_descale=layer._k_scale,
+        v_descale=layer._v_scale,
+        seq_threshold_3D=len(beams.prompts.lengths),
+        num_par_softmax_segments=largest.shape[-1],
+        softmax_segm_output=sums,
+        softmax_segm_max=largest,
+        softmax_segm_expsum=exponentials,
+    )
+    return (exponentials.log() + largest).logsumexp(-1).t().contiguous()
+
+
+def _keys_and_values(kv_cache: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    if kv_cache.ndim != 4 or kv_cache.shape[-1] != 2 * size:
+        raise NotImplementedError(f"a KV cache of the shape {tuple(kv_cache.shape)}")
+    keys, values = kv_cache.transpose(1, 2).split(size, dim=-1)
+    return keys, values
+
+
+def _of_prompts(impl: Any, part: PromptPart) -> dict[str, Any]:
+    """Arguments that both kernels call alike."""
+    lengths = {"cu_seqlens_q": part.starts, "seqused_k": part.lengths, "max_seqlen_k": part.most_keys}
+    options = {"softmax_scale": impl.scale, "softcap": impl.logits_soft_cap, "causal": False}
+    return {**lengths, **options, "block_table": part.tables}
+
+
+def _segments(query: Tensor, beams: BeamMetadata) -> tuple[Tensor, ...]:
+    """What that kernel writes of each segment, float32: the values' sums, [tokens, heads, segments, padded size], and
+    twice [tokens, heads, segments]. It leaves those after the last key as they are, in all layers of a pass."""
+    tokens, heads, size = query.shape
+    count = beams.segments or (SEGMENTS if tokens * heads < MANY else 1)
+    shape = (tokens, heads, count)
+    if (heads, size, count) not in beams.scratch:
+        beams.scratch[heads, size, count] = (
+            query.new_empty((*shape, 1 << (size - 1).bit_length()), dtype=torch.float32),
+            query.new_full(shape, -torch.inf, dtype=torch.float32),
+            query.new_zeros(shape, dtype=torch.float32),
+        )
+    return beams.scratch[heads, size, count]
+
+
+def _on_cpu(layer: Any, query: Tensor, kv_cache: Tensor, beams: BeamMetadata, output: Tensor) -> Tensor:
+    """The same by PyTorch's own kernel, over a copy of a prompt's KV: vLLM's packs tokens as its instructions like
+    them, and keeps the log-sum-exp to itself."""
+    (_, heads, size), (_, kv_heads, block, _) = query.shape, kv_cache.shape
+    if (layouts := getattr(layer.impl, _LAYOUTS, None)) is None:
+        setattr(layer.impl, _LAYOUTS, layouts := _cpu_layouts(layer, query.dtype, block))
+    outputs, sums = list[Tensor](), list[Tensor]()
+    for (start, end, tokens), table in zip(beams.prompts.spans, beams.prompts.tables, strict=True):
+        read = kv_cache.flatten(2).index_select(0, table[: -(-tokens // block)])  # along another axis it copies all
+        keys, values = (_unpacked(read, i, *layout)[:, :tokens] for i, layout in enumerate(layouts))
+        asked = query[start:end].unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)  # [KV heads, group, queries, size]
+        found, found_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            asked.flatten(1, 2)[None], keys[None], values[None], scale=layer.impl.scale
+        )
+        outputs.append(found[0].unflatten(1, (-1, end - start)).permute(2, 0, 1, 3).reshape(end - start, heads, size))
+        sums.append(found_sums.reshape(heads, end - start))
+    output.copy_(torch.cat(outputs))
+    return torch.cat(sums, 1)
+
+
+_LAYOUTS = "beam_layouts"
+
+
+def _unpacked(read: Tensor, half: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
+    """Keys (half 0) or values (1) of some blocks, [blocks, KV heads, block x 2 x size], as [KV heads, tokens, size]."""
+    blocks, kv_heads, each = read.shape
+    view = read.as_strided((kv_heads, blocks, *shape), (each, kv_heads * each, *strides), half * each // 2)
+    return view.reshape(kv_heads, blocks * shape[0] * 32, -1).contiguous()
+
+
+def _cpu_layouts(layer: Any, dtype: torch.dtype, block: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Where a CPU's cache has the keys, and the values, of a block's tokens: shapes and strides of [tokens, size], each
+    of the two as [n, 2, 2, ...]. The kernel that writes the cache tells, whatever instructions it packs for."""
+    impl = layer.impl
+    size, places = impl.head_size, torch.zeros(2, block * impl.head_size, dtype=torch.int64)
+    numbers = torch.arange(block * size)
+    for bit in range((block * size - 1).bit_length()):
+        digits = (numbers >> bit & 1).to(dtype).view(block, 1, size)
+        cache = torch.zeros(1, 1, block, 2 * size, dtype=dtype)
+        impl.do_kv_cache_update(layer, digits, digits, cache, torch.arange(block))
+        places += cache.view(2, -1).long() << bit
+    shape = (block // 32, *[2] * 5, size // 16, *[2] * 4)
+    units = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    layouts = []
+    for half in places:
+        positions = half.argsort()
+        strides = tuple(int(positions[unit]) if count > 1 else 0 for unit, count in zip(units, shape, strict=True))
+        if not torch.equal(numbers.as_strided(shape, strides).flatten(), positions):
+            raise NotImplementedError(f"a KV cache packed for {layer.isa}")
+        layouts.append((shape, strides))
+    return layouts
+
+
+_PROMPT = {"FlashAttentionImpl": _by_flash, "TritonAttentionImpl": _by_triton, "CPUAttentionBackendImpl": _on_cpu}
+
+
+@torch.inference_mode()
+def largest_difference(layer: Any, kv_cache: Tensor, segments: int) -> float:
+    """How far the two parts are from a softmax in float64, for two rows after a prompt of three tokens that is written
+    to the cache's last block but one. The last block has to be nobody's, too: kernels and versions of vLLM are many.
+
+    segments: as of `BeamMetadata`. Triton compiles a form for each, which then is there before the first list.
+    """
+    impl, device, dtype = layer.impl, kv_cache.device, kv_cache.dtype
+    blocks, kv_heads, block, _ = kv_cache.shape
+    random = torch.Generator(device).manual_seed(1)
+
+    def draw(heads: int, tokens: int) -> Tensor:
+        return torch.randn(tokens, heads, impl.head_size, generator=random, device=device).to(dtype)
+
+    keys, values, query = draw(kv_heads, 3), draw(kv_heads, 3), draw(impl.num_heads, 2)
+    slots = torch.arange(3, device=device) + (blocks - 2) * block
+    impl.do_kv_cache_update(layer, keys, values, kv_cache, slots)
+    new = (draw(kv_heads, 2), draw(kv_heads, 2))
+    numbers = torch.arange(3, device=device)
+    table = torch.full((1, 1), blocks - 2, dtype=torch.int32, device=device)
+    part = PromptPart(numbers[:2].int() * 2, numbers[2:].int() + 1, table, [(0, 2, 3)], 2, 3)
+    beams = BeamMetadata(numbers[:2, None], numbers.new_empty(2, 0), numbers[:2], part, blocks - 1, segments)
+    output = torch.empty_like(query)
+    attend(layer, query, new, kv_cache, beams, output)
+    group, largest = impl.num_heads // kv_heads, 0.0
+    for row in range(2):
+        both = [
+            torch.cat((old, own[row : row + 1])).double().repeat_interleave(group, 1)
+            for old, own in zip((keys, values), new, strict=True)
+        ]
+        scores = torch.einsum("hd,khd->hk", query[row].double(), both[0]) * impl.scale
+        if cap := impl.logits_soft_cap:
+            scores = cap * torch.tanh(scores / cap)
+        expected = torch.einsum("hk,khd->hd", scores.softmax(-1), both[1])
+        largest = max(largest, float((output[row] - expected).abs().max()))
+    return largest

@@ -1,0 +1,154 @@
+"""Forward passes of the target model inside a step, whose rows branch off prompts that are complete.
+
+They run between a step's sampling and its end, on model runner V2 (v1/worker/gpu/model_runner.py), where nothing reads
+the buffers that they fill any more: those of tokens, positions and slots. All shapes are known to the host, and nothing
+is read back.
+"""
+
+import dataclasses
+from collections.abc import Generator, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.config.compilation import CUDAGraphMode
+from vllm.forward_context import BatchDescriptor, set_forward_context
+from vllm.logger import init_logger
+from vllm.v1.attention.backends.utils import PAD_SLOT_ID
+from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
+
+from itemset.serving.wire import MOST_LOGITS
+from vllm_static.worker import beam_attention
+from vllm_static.worker.beam_kv import BeamKV, BeamMetadata, Prompt
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
+
+
+
+def try_out(runner: Any, first_block: int) -> str | None:
+    """Run two passes of two rows, before other requests can share a step with them, and return why lists cannot be made
+    in this engine; None if they can. first_block: as of `BeamKV`."""
+    try:
+        if reason := beam_attention.install(runner):
+            return reason
+        with torch.inference_mode():
+            list(_two_passes(runner, BeamKV(runner, [Prompt("", 0, 1)], first_block)))
+    except Exception as error:
+        logger.warning("Passes for ranked lists do not run here.", exc_info=True)
+        return f"a first pass failed: {error!r}"
+    return None
+
+
+def _two_passes(runner: Any, kv: BeamKV) -> Iterator[int]:
+    tokens = torch.zeros(2, 2, dtype=torch.int64, device=runner.device)
+    for known in (0, 1):
+        kv.fork(tokens[None, :, 0], known)
+        states = yield from states_after(runner, kv, tokens)
+        runner.model.compute_logits(states.flatten(0, 1))
+
+
+SEARCH = 1 << 29  # bytes: of a search besides, most of them the keys of children and what sorts them
+
+
+def logits_room(runner: Any) -> int:
+    """Return of how many tokens logits may stand in memory: those of MOST_LOGITS, or what half of an accelerator's free
+    memory has room for. Tensor parallelism gathers them, and copies what it has gathered: what that takes is measured.
+    """
+    most: int = MOST_LOGITS // (runner.vocab_size * runner.model_config.head_dtype.itemsize)
+    if runner.device.type == "cpu":
+        return most
+    memory = torch.get_device_module(runner.device)
+    before = memory.memory_allocated(runner.device)
+    memory.reset_peak_memory_stats(runner.device)
+    tokens = len(run_logits(runner, 64))
+    each = (memory.max_memory_allocated(runner.device) - before) // tokens
+    free = memory.mem_get_info(runner.device)[0] + memory.memory_reserved(runner.device) - before
+    room: int = max(0, free // 2 - SEARCH) // max(1, each)
+    return min(most, room)
+
+
+@torch.inference_mode()
+def run_logits(runner: Any, tokens: int) -> Tensor:
+    """Return logits of this many tokens, of no meaning: [tokens, vocabulary]. PyTorch keeps their memory for others.
+
+    With adapters, of no more than a pass has: their buffers have no room for others.
+    """
+    if runner.lora_config is not None:
+        tokens = min(tokens, runner.max_num_tokens)
+    use_adapters(runner, [], np.zeros(tokens, np.intp))
+    size = runner.model_config.get_hidden_size()
+    hidden = torch.zeros(tokens, size, dtype=runner.dtype, device=runner.device)
+    logits: Tensor = runner.model.compute_logits(hidden)
+    return logits
+
+
+def states_after(runner: Any, kv: BeamKV, tokens: Tensor) -> Generator[int, None, Tensor]:
+    """Run the model over the next tokens of all rows: hidden states, [rows, more, hidden size]. Before each pass it
+    says how many rows that has, so that the rest may wait for a later step.
+
+    kv: forked as the rows are. tokens: [rows, more] integers, prompt by prompt. As many rows go into one pass as the
+    runner's buffers hold.
+    """
+    (rows, more), requests = tokens.shape, [one.request for one in kv.prompts]
+    most = runner.input_buffers.max_num_tokens // more
+    adapters = np.repeat([one.slot for one in kv.prompts], rows // len(kv.prompts))
+    outputs = []
+    for start in range(0, rows, most):
+        part = slice(start, min(start + most, rows))
+        yield part.stop - part.start
+        use_adapters(runner, requests, adapters[part].repeat(more))
+        output = _run(runner, tokens[part], kv.metadata(part, more), requests, kv.recorded)
+        outputs.append(output if rows <= most else output.clone())  # the next pass overwrites it
+    kv.grow()
+    output = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+    return output.view(rows, more, -1)
+
+
+def use_adapters(runner: Any, requests: list[str], slots: np.ndarray) -> None:
+    """Set the LoRA adapters of the tokens of the next pass, each by its request's slot. A request that has ended has
+    none: its slot may be another's by now."""
+    if runner.lora_config:
+        active, ids = runner.lora_state.get_activate_loras(requests), runner.lora_state.lora_ids[slots]
+        each = tuple(np.where(np.isin(ids, [one.lora_int_id for one in active]), ids, 0))
+        runner._set_active_loras(each, each, active)
+
+
+def _run(
+    runner: Any, tokens: Tensor, beams: BeamMetadata, requests: list[str], recorded: bool = False
+) -> Tensor:  # fmt: skip
+    """One pass: the hidden states of all tokens, valid until the next one. recorded: a graph may hold no other."""
+    count, buffers = beams.tokens, runner.input_buffers
+    shape = _shape(runner, len(tokens), count, requests, recorded)
+    padded = max(count, shape.num_tokens)
+    buffers.input_ids[:count].copy_(tokens.reshape(-1))
+    buffers.positions[:count].copy_(beams.positions.reshape(-1))
+    buffers.is_padding[:count] = False
+    buffers.is_padding[count:padded] = True
+    mapping = runner.block_tables.slot_mappings[:, :padded]
+    mapping.fill_(PAD_SLOT_ID)  # the tokens' KV goes to entries of their own
+    inputs = {"input_ids": buffers.input_ids[:padded], "positions": buffers.positions[:padded]}
+    inputs |= dict.fromkeys(("inputs_embeds", "intermediate_tensors"))
+    lora = runner.lora_config is not None
+    with set_forward_context(
+        dict.fromkeys(beam_attention.layer_names(runner), beams),
+        runner.vllm_config,
+        num_tokens=padded,
+        cudagraph_runtime_mode=shape.cg_mode,
+        batch_descriptor=BatchDescriptor(padded, has_lora=lora, num_active_loras=shape.num_active_loras),
+        slot_mapping=build_slot_mappings_by_layer(mapping, runner.kv_cache_config),
+        is_padding=buffers.is_padding[:padded],
+    ):
+        if shape.cg_mode == CUDAGraphMode.PIECEWISE:
+            return runner.cudagraph_manager.run_pw_graph(runner.model, inputs)[:count]
+        return runner.model(**inputs)[:count]
+
+
+def _shape(runner: Any, rows: int, count: int, requests: list[str], recorded: bool = False) -> Any:
+    """What vLLM has recorded for a pass: the pieces between layers' attention, or nothing. A full CUDA graph holds
+    another attention. count: tokens of all rows."""
+    adapters = len(runner.lora_state.get_activate_loras(requests)) if runner.lora_config else 0
+    shape = runner.cudagraph_manager.dispatch(rows, count, None, adapters)
+    if shape.cg_mode != CUDAGraphMode.FULL and not recorded:
+        return shape
+    return dataclasses.replace(shape, cg_mode=CUDAGraphMode.NONE, num_tokens=count, num_reqs=rows)

@@ -1,0 +1,125 @@
+"""Whole ranked lists as CUDA graphs of our own: all passes of a list are one replay.
+
+A list's launches follow from its set's level plan, its width and its prompt's bucket, and nothing is read back between
+passes. So the second list of a kind is recorded as it is made, and later ones replay that: what differs between them
+lies in buffers. One list at a time; what is not one list of one step runs as ever.
+"""
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm_static.worker.beam_kv import BeamKV, Prompt
+
+MOST = 16  # kinds of lists that are known at a time: what was used longest ago makes room
+Program = Callable[[], Tensor]
+
+
+def record_cuda(program: Program, pool: Any) -> Program:
+    """Return what runs a program again on the buffers that it reads, and gives its result."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # other threads copy sets meanwhile
+        result = program()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return result
+
+    return replay
+
+
+def result_of(passes: Generator[int, None, Tensor]) -> Tensor:
+    """Run all passes of a list, whatever rows they have, and return its table."""
+    while True:
+        try:
+            next(passes)
+        except StopIteration as end:
+            table: Tensor = end.value
+            return table
+
+
+@dataclass
+class Recorded:
+    """A list as a graph. states, and what kv has of its prompt, are its inputs; plan, alphabet: what it was recorded
+    for."""
+
+    states: Tensor
+    kv: BeamKV
+    replay: Program
+    plan: Any
+    alphabet: Any
+
+
+class ListGraphs:
+    """The recorded lists of a worker. A list is an `Asked` of `lists`.
+
+    first_block: as of `BeamKV`. record: makes a replay of a program; a CPU's tests only run it again.
+    """
+
+    def __init__(self, runner: Any, first_block: int, record: Callable[[Program, Any], Program] = record_cuda) -> None:
+        self._runner, self._first_block, self._record = runner, first_block, record
+        self._pool = torch.cuda.graph_pool_handle() if runner.device.type == "cuda" else None
+        self._seen = dict[Any, Recorded | None]()  # by kind; None of one that was made once
+
+    def _blocks(self, one: Any) -> int:
+        """Return the blocks of a prompt's bucket: a power of 2."""
+        (block,) = self._runner.block_tables.block_sizes
+        most: int = self._runner.block_tables.block_tables[0].gpu.shape[1]
+        blocks = -(-one.prompt.tokens // block)
+        return min(most, 1 << int(blocks - 1).bit_length())
+
+    def takes(self, group: list[Any], rows: int, most: int) -> bool:
+        """Return whether a list is made by a replay, or recorded. rows: of all its passes; most: of a step."""
+        runner = self._runner
+        alone = len(group) == 1 and not group[0].spec.races and rows <= most
+        if not alone or runner.lora_config is not None or runner.vllm_config.parallel_config.world_size > 1:
+            return False
+        kind = (group[0].kind, self._blocks(group[0]))
+        if kind in self._seen:
+            return True
+        self._keep(kind, None)
+        return False
+
+    def make(self, one: Any, make: Callable[..., Generator[int, None, Tensor]], plan: Any, alphabet: Any) -> Tensor:
+        """Return a list's table. make: as of `WideLists`. plan: of its set's levels. alphabet: the narrow head's, by
+        which scores are made."""
+        kind = (one.kind, self._blocks(one))
+        recorded = self._seen.pop(kind, None)
+        if recorded is None or recorded.plan is not plan or recorded.alphabet is not alphabet:
+            recorded = self._recorded(one, make, plan, alphabet)
+        else:
+            self._fill(recorded, one)
+        self._keep(kind, recorded)
+        return recorded.replay().clone()  # another list's replay may use its memory
+
+    def _keep(self, kind: Any, recorded: Recorded | None) -> None:
+        """Note a kind as the one used last. Kinds follow from requests, so there is a limit of them."""
+        self._seen[kind] = recorded
+        while len(self._seen) > MOST:
+            del self._seen[next(iter(self._seen))]
+
+    def _fill(self, recorded: Recorded, one: Any) -> None:
+        assert one.states is not None
+        recorded.states.copy_(one.states)
+        recorded.kv.move_to(one.prompt)
+
+    def _recorded(self, one: Any, make: Any, plan: Any, alphabet: Any) -> Recorded:
+        assert one.states is not None
+        states, device = one.states.clone(), self._runner.device
+        (block,) = self._runner.block_tables.block_sizes
+        prompt = Prompt(one.prompt.request, one.prompt.slot, self._blocks(one) * block)  # as long as the bucket
+        kv = BeamKV(self._runner, [prompt], self._first_block, recorded=True)
+        again = one._replace(states=states, prompt=prompt)
+        kv.move_to(one.prompt)
+
+        def program() -> Tensor:
+            kv.restart()
+            return result_of(make([again], kv))
+
+        program()  # what is made once, such as constants on the device, is there when it is recorded
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+        return Recorded(states, kv, self._record(program, self._pool), plan, alphabet)

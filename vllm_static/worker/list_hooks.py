@@ -1,0 +1,61 @@
+"""How ranked lists get into a worker's steps. The engine core calls what stands here (`core.lists`)."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+
+from vllm_static import compat
+from vllm_static.compat import hook
+from vllm_static.worker.room import Room
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
+
+LISTS = "Checked where ranked lists are made inside a step"
+"""Time of an install."""
+_LISTS = "static_lists"
+_PROMPTS = "vllm.v1.worker.gpu.sample.prompt_logprob:PromptLogprobsWorker"
+
+
+def try_out(worker: Any, blocks: int) -> int | str:
+    """Let a worker try passes in this many blocks, which no request has. Called by the engine core, as is the next.
+
+    Returns `beam_forward.logits_room`, or why it cannot make lists.
+    """
+    from vllm_static.worker import beam_forward
+
+    runner = compat.runner_of(worker)
+    if reason := beam_forward.try_out(runner, runner.kv_cache_config.num_blocks - blocks):
+        return reason
+    try:
+        return beam_forward.logits_room(runner)
+    except Exception as error:  # a device that does not say what is free
+        return f"what memory is free is not known: {error!r}"
+
+
+def install(worker: Any, room: Room) -> None:
+    """Let a worker make lists; without blocks it says so. All get the same room, and so use the same CUDA graphs."""
+    from vllm_static.worker.lists import WideLists
+
+    compat.install(LISTS)
+    runner = compat.runner_of(worker)
+    setattr(runner.prompt_logprobs_worker, _LISTS, lists := WideLists(runner, room))
+    compat.item_sets(runner).lists = lists
+
+
+def longest_item(worker: Any) -> int:
+    """Return how many tokens the longest item of the registered sets has, 0 without any. Called by the engine core."""
+
+    return max((one.longest for one in compat.item_sets(compat.runner_of(worker)).registered), default=0)
+
+
+@hook(f"{_PROMPTS}.compute_prompt_token_id_logprobs", when=LISTS)
+def _compute(original: Callable[..., Any], self: Any, hidden_states: "Tensor", input_batch: Any) -> "dict[str, Tensor]":
+    """A list's passes run where a step has its hidden states, after its sampling."""
+    scores: dict[str, Tensor] = original()
+    if (lists := getattr(self, _LISTS, None)) and (lists.asked or lists.begun):
+        scores |= lists.answer(hidden_states, input_batch)
+    return scores

@@ -1,0 +1,409 @@
+"""Ranked lists in the worker: a request for one is answered in the step that completes its prompt.
+
+The rounds of lists run there, after the step's sampling, and go on in later steps when one has had its rows. Meanwhile
+a list's request takes a token a step, which nobody reads. A list has neither blocks of the KV cache of its own nor
+anything else that an abort would have to free. A draft head needs no rounds: the step's own pass gives the hidden
+states, also if the prompt takes several steps.
+"""
+
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from msgspec.structs import replace
+from torch import Tensor
+
+from itemset.ranking.beams import Beams, table_of, warm_up
+from itemset.ranking.lockstep import Lockstep, rows_of_passes
+from itemset.ranking.search import width_at
+from itemset.serving.config import StaticConfig
+from itemset.serving.wire import HEAD, MOST_LOGITS, REASONS, EngineRequest, ListSpec, NoList
+from vllm_static import compat
+from vllm_static.worker.beam_forward import run_logits, states_after, use_adapters
+from vllm_static.worker.beam_kv import BeamKV, Prompt, to_device
+from vllm_static.worker.list_graphs import ListGraphs
+from vllm_static.worker.masks import ItemSetProcessor
+from vllm_static.worker.room import Room
+
+MOST_ROUNDS = 16  # of a list that is made here
+MOST_STEPS = 4  # full steps that a list may take, or twice as many tokens as `ranked_list_beams` has room for
+PARTS = 4  # of the memory of logits: if those of all rows do not fit, a part has those of some rows
+
+
+class Asked(NamedTuple):
+    """A list to be made. number: its set's, in the arena. prompt: with a draft head's placeholders; its request has no
+    name until a step has it (`of`). tables: of the list, or of its races so far.
+
+    states: if the draft head makes it, the hidden states of its prompt's last token and its placeholders, as far as
+        they have been computed: [L + 1, hidden size].
+    """
+
+    number: int
+    prompt: Prompt
+    spec: ListSpec
+    tables: list[Tensor]
+    states: Tensor | None = None
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What lists that are made together have in common."""
+        spec = self.spec
+        end = -1 if spec.scored_end is None else spec.scored_end
+        widths = (spec.width,) if isinstance(spec.width, int) else spec.width
+        return (spec.placeholders, self.number, widths, end, spec.renormalised, spec.k, spec.temperature)
+
+    def of(self, request: str) -> "Asked":
+        return self._replace(prompt=self.prompt._replace(request=request))
+
+    @property
+    def apart(self) -> "list[Asked]":
+        """Each race by itself; a list as it is."""
+        return [self._replace(spec=replace(self.spec, races=(key,))) for key in self.spec.races] or [self]
+
+
+class Passes(NamedTuple):
+    """The passes of a list, or of a race. shapes: of each, how many rows it has, and how many tokens each of them.
+    stepwise: whether tails take a token a pass, too."""
+
+    shapes: list[tuple[int, int]]
+    stepwise: bool
+
+    @property
+    def entries(self) -> int:
+        """Beams' tokens that are kept: one of each row. The last pass is read by nobody, and yet it is written."""
+        return self.rows
+
+    @property
+    def rows(self) -> int:
+        """Of all passes together."""
+        return sum(rows for rows, _ in self.shapes)
+
+    @property
+    def tokens(self) -> int:
+        """Of the largest pass: each has a row of logits."""
+        return max(rows * more for rows, more in self.shapes)
+
+    @property
+    def queries(self) -> int:
+        """The most tokens of a row."""
+        return max(more for _, more in self.shapes)
+
+
+@dataclass
+class Making:
+    """Lists, or races, that are made together. passes: makes them, and before each pass says how many rows that has.
+    rows: of the pass before which it waits."""
+
+    group: list[Asked]
+    passes: Iterator[int]
+    rows: int = 0
+
+
+class WideLists:
+    """The lists of a worker's steps.
+
+    asked: those whose prompts are not complete, by slot. begun: those that are being made, by slot.
+    narrow: whether a pass has only the rows that can lead to something better, which the host must read: on a CPU,
+        where a pass reads tails whole. On an accelerator shapes stay as the set's levels bound them, and a row has one
+        token a pass, as in the CUDA graphs of the engine's own decoding; but for draws and long items, see `_passes`.
+    """
+
+    def __init__(self, runner: Any, room: Room) -> None:
+        """room: its blocks are the KV cache's last ones."""
+        self._runner, self._room = runner, room
+        self._first_block = runner.kv_cache_config.num_blocks - room.blocks
+        self._entries = room.blocks * runner.block_tables.block_sizes[0]
+        self._sets: ItemSetProcessor = compat.item_sets(runner)
+        config = StaticConfig.of(runner.vllm_config.additional_config)
+        self._rows_a_step = config.max_list_rows_per_step or runner.max_num_tokens
+        recorded = config.item_set_list_graphs == "on" and runner.device.type == "cuda"
+        self.graphs = ListGraphs(runner, self._first_block) if recorded else None
+        self.asked, self.begun = dict[int, Asked](), dict[int, Asked]()
+        self._making: list[Making] = []  # in turn: the entries are the first one's
+        self.narrow = runner.device.type == "cpu"
+        self._warm_up()
+
+    @torch.inference_mode()
+    def _warm_up(self) -> None:
+        """Run what lists run: without memory it fails here, on all ranks alike, and not in a step."""
+        sets, head = self._sets, self._sets.head
+        drafted = [one for one in sets.registered if head is not None and one.longest <= head.levels]
+        for item_set in drafted[:1]:
+            number = sets.arena.acquire(item_set)
+            for renormalised in (False, True):
+                spec = ListSpec(2, 2, 0, renormalised=renormalised)
+                self._draft([Asked(number, Prompt("", 0, 0), spec, [], self._no_states())])
+            sets.arena.release(number)
+        if not self._room.blocks:
+            return
+        most = min(self._room.tokens, 2 * self._room.beams) if self.narrow else self._room.tokens
+        logits = run_logits(self._runner, most)[:1, None]
+        sets.narrow.attach(self._runner)
+        for columns in (None, torch.zeros(logits.shape[2], dtype=torch.int32, device=logits.device)):
+            warm_up(sets.arena, logits, kernels=sets.kernels, columns=columns)
+
+    def _no_states(self) -> Tensor:
+        assert self._sets.head is not None  # the front end has the same configuration
+        size = self._runner.model_config.get_hidden_size()
+        return torch.zeros(self._sets.head.levels + 1, size, dtype=self._runner.dtype, device=self._runner.device)
+
+    def add(self, slot: int, carried: EngineRequest | None) -> None:
+        """Note whether the request in a slot asks for a list, whose prompt begins, or begins again. On the host path it
+        has no place in the arena, and gets none. A list whose request has ended, or was aborted, is forgotten with the
+        slot's next request, or with the next step."""
+        self.asked.pop(slot, None)
+        self.begun.pop(slot, None)
+        if carried is not None and carried.ranked is not None and carried.place is not None:
+            prompt = Prompt("", slot, int(self._runner.req_states.prompt_len.np[slot]))
+            states = self._no_states() if carried.ranked.placeholders else None
+            self.asked[slot] = Asked(carried.place[0], prompt, carried.ranked, [], states)
+
+    def answer(self, hidden_states: Tensor, batch: Any) -> dict[str, Tensor]:
+        """Go on with the lists, and begin those whose prompts this step completes. Return a table of each request, as
+        `ListResult.of_table` reads; an empty one of a list that needs another step."""
+        index = self._runner.req_states.req_id_to_index
+        self.begun = {slot: one for slot, one in self.begun.items() if index.get(one.prompt.request) == slot}
+        computed, tables = batch.num_computed_prefill_tokens_np, dict[str, Tensor]()
+        lists, rows = list[Asked](), list[int]()
+        for i, slot in enumerate(batch.idx_mapping_np.tolist()):
+            if (one := self.asked.get(slot)) is None:
+                continue
+            start, end = int(computed[i]), int(computed[i] + batch.num_scheduled_tokens[i])
+            if one.states is not None:
+                last = one.prompt.tokens - len(one.states)  # the position of the prompt's last token
+                first, after = max(last, start), min(end, one.prompt.tokens)
+                if first < after:
+                    row = int(batch.query_start_loc_np[i]) - start
+                    one.states[first - last : after - last] = hidden_states[row + first : row + after]
+            if end < batch.prefill_len_np[i]:
+                continue
+            del self.asked[slot]
+            one = one.of(batch.req_ids[i])
+            # One that was preempted after its prompt: the tokens that nobody reads now stand between it and the list.
+            resumed = batch.prefill_len_np[i] > one.prompt.tokens
+            if (reason := NoList.NO_ROOM_NOW if resumed else self._reason(one)) is None:
+                lists.append(one)
+                rows.append(i)
+            else:
+                tables[one.prompt.request] = torch.tensor([[REASONS.index(reason)]], dtype=torch.float64)
+        ends = hidden_states[batch.logits_indices[to_device(rows, hidden_states.device)]] if lists else hidden_states
+        lists = [one._replace(states=ends[n : n + 1]) if one.states is None else one for n, one in enumerate(lists)]
+        self.begun |= {one.prompt.slot: one for one in lists}
+        groups = self._grouped([each for one in lists for each in one.apart])
+        self._making += [Making(group, self._passes_of(group)) for group in groups]
+        self._go_on(batch)
+        for slot in self.begun.keys() & batch.idx_mapping_np.tolist():
+            one = self.begun[slot]
+            if done := len(one.tables) == len(one.apart):
+                del self.begun[slot]
+            tables[one.prompt.request] = _joined(one.tables) if done else hidden_states.new_empty(0)
+        return tables
+
+    def _go_on(self, batch: Any) -> None:
+        """Run the next passes of the lists that have begun: one, and more as far as a step may have their rows. Where a
+        request's next token would be its last in the context, all that are left."""
+        alive, slots, runner = {id(one.tables) for one in self.begun.values()}, batch.idx_mapping_np, self._runner
+        self._making = [one for one in self._making if alive.intersection(id(each.tables) for each in one.group)]
+        self._sets.arena.use([one.group[0].number for one in self._making])
+        ends = runner.req_states.num_computed_tokens_np[slots] + batch.num_scheduled_tokens
+        full = any(end + 1 >= runner.max_model_len for slot, end in zip(slots, ends, strict=True) if slot in self.begun)
+        run = 0
+        while self._making and (full or not run or run + self._making[0].rows <= self._rows_a_step):
+            first = self._making[0]
+            run += first.rows
+            first.rows = next(first.passes, 0)
+            if not first.rows:
+                del self._making[0]
+
+    def _passes_of(self, group: list[Asked]) -> Iterator[int]:
+        if group[0].spec.placeholders:
+            made = self._draft(group)
+        elif self.graphs is not None and self._is_recorded(group):
+            yield self._passes(group[0]).rows
+            (one,) = group
+            alphabet = self._sets.narrow.of_list(self._key(one)) if one.spec.renormalised else None
+            made = self.graphs.make(one, self._make, self._sets.arena.level_plan(one.number), alphabet)
+        else:
+            made = yield from self._make(group)
+        for one, table in zip(group, made, strict=True):
+            one.tables.append(table)
+
+    def _is_recorded(self, group: list[Asked]) -> bool:
+        """Return whether a graph makes this list: in one step, with the logits of each pass at once."""
+        assert self.graphs is not None
+        passes = self._passes(group[0])
+        at_once = not self.narrow and passes.tokens <= min(self._most_logits, self._runner.max_num_tokens)
+        return at_once and self.graphs.takes(group, passes.rows, self._rows_a_step)
+
+    def _grouped(self, lists: Sequence[Asked]) -> Iterator[list[Asked]]:
+        """Lists to be made together: alike, and no more than fit."""
+        for _, alike in groupby(sorted(lists, key=lambda one: one.kind), key=lambda one: one.kind):
+            group: list[Asked] = []
+            for one in alike:
+                if group and not self._fit([*group, one]):
+                    yield group
+                    group = []
+                group.append(one)
+            yield group
+
+    def _reason(self, one: Asked) -> NoList | None:
+        if one.spec.placeholders:
+            return None
+        if not self._entries:
+            return NoList.NO_BLOCKS
+        if self._sets.arena.level_plan(one.number).levels > MOST_ROUNDS:
+            return NoList.TOO_DEEP
+        passes, most = self._passes(one), self._runner.max_num_tokens
+        tokens = len(one.apart) * sum(rows * more for rows, more in passes.shapes)
+        if passes.queries > most or tokens > max(MOST_STEPS * most, 2 * self._entries):
+            return NoList.TOO_LONG
+        if not self._logits_fit(one, 1):
+            return NoList.TOO_LARGE
+        return None if self._fit([one]) else NoList.NO_ROOM
+
+    def _fit(self, lists: Sequence[Asked]) -> bool:
+        """Whether there is room for these lists, which are of one kind: entries and logits."""
+        if lists[0].spec.placeholders:
+            assert self._sets.head is not None
+            each = 4 * self._sets.head.row_size * lists[0].spec.beams
+            return len(lists) == 1 or len(lists) * each <= MOST_LOGITS
+        entries = len(lists) * self._passes(lists[0]).entries
+        return entries <= self._entries and self._logits_fit(lists[0], len(lists))
+
+    def _logits_fit(self, one: Asked, lists: int) -> bool:
+        """Whether there is room for the logits of a pass of this many lists: of all tokens, or of some rows, beside
+        those of the set's own tokens."""
+        passes, most = self._passes(one), self._most_logits
+        own = lists * passes.tokens * len(self._key(one)) // 8
+        in_parts = lists * passes.queries <= most // PARTS and 2 * own <= self._room.tokens * self._runner.vocab_size
+        return lists * passes.tokens <= most or in_parts
+
+    @property
+    def _most_logits(self) -> int:
+        """Of how many tokens logits are made at once. Adapters' buffers hold no more than a step has."""
+        tokens, most = self._room.tokens, self._runner.max_num_tokens
+        return tokens if self._runner.lora_config is None else min(tokens, most)
+
+    def _passes(self, one: Asked) -> Passes:
+        """The passes of a list, or of a race. Tails take a token a pass, too, if these are not many, and there are
+        entries for their rows. Not those of draws: in its tail an item would compete with beams, and fewer draws would
+        be decided."""
+        plan, spec = self._sets.arena.level_plan(one.number), one.spec
+        if not (self.narrow or spec.races or (plan.levels if spec.renormalised else plan.longest) > MOST_ROUNDS):
+            options: dict[str, Any] = {"renormalised": spec.renormalised, "end_token": spec.scored_end}
+            counts = rows_of_passes(plan, spec.width, **options) or (1,)
+            if sum(counts) <= self._entries:
+                return Passes([(rows, 1) for rows in counts], stepwise=True)
+        shapes, rows = [], 1
+        for level, tail in enumerate(plan.tails):
+            rows = min(width_at(spec.width, level + 1), plan.children(level, rows))
+            shapes.append((rows, 1 if spec.renormalised else 1 + tail))
+        return Passes(shapes, stepwise=False)
+
+    def _key(self, one: Asked) -> bytes:
+        """The set's own tokens, and the end token if it counts: see `Arena.alphabet`."""
+        end = one.spec.scored_end
+        return self._sets.arena.alphabet(one.number, () if end is None else (end,))
+
+    def _draft(self, group: list[Asked]) -> Tensor:
+        """The tables of some lists of one kind that the draft head makes, as those of `_make`."""
+        one, sets = group[0], self._sets
+        assert sets.head is not None
+        options = {"width": one.spec.width, "k": one.spec.k, "renormalised": one.spec.renormalised}
+        plan, numbers = sets.arena.level_plan(one.number), [one.number] * len(group)
+        table = _table(sets.head.beams(sets.arena, numbers, plan, _states(group), kernels=sets.kernels, **options))
+        table[:, 0, 1:3] = 1  # one pass, in one round
+        return table
+
+    def _make(self, group: list[Asked], kv: BeamKV | None = None) -> Generator[int, None, Tensor]:
+        """The tables of some lists of one kind, or of some races: [lists, 1 + k, 2 + longest or more]. Before each pass
+        it says how many rows that has. kv: of its beams, if a graph holds them."""
+        one, runner, arena = group[0], self._runner, self._sets.arena
+        plan, passes, spec = arena.level_plan(one.number), self._passes(one), one.spec
+        options: dict[str, Any] = {"width": spec.width, "k": spec.k, "end_token": spec.scored_end}
+        if spec.races:
+            options["temperature"] = spec.temperature
+            options["keys"] = to_device([key for race in group for key in race.spec.races], arena.device)
+        options |= {"renormalised": spec.renormalised, "kernels": self._sets.kernels}
+        beams = (Lockstep if passes.stepwise else Beams)(arena, [one.number] * len(group), plan, **options)
+        prompts = [other.prompt for other in group]
+        kv = kv or BeamKV(runner, prompts, self._first_block)
+        self._round(beams, group, _states(group))
+        while True:
+            if self.narrow:
+                beams.narrow()
+            if not beams.passes_left:
+                break
+            count = beams.row_count
+            kv.fork(beams.parents.view(len(group), -1)[:, :count], beams.taken - 1)
+            tokens = beams.next_inputs.view(len(group), -1, beams.queries)[:, :count].flatten(0, 1)
+            self._round(beams, group, (yield from states_after(runner, kv, tokens)))
+        table = _table(beams)
+        table[:, 0, 3] = self._room.beams
+        return table
+
+    def _round(self, beams: Beams, group: list[Asked], states: Tensor) -> None:
+        """Let beams take a pass. states: hidden ones, [lists * rows, queries, hidden size]. If logits of all rows are
+        too many, rows take turns, and those of the set's own tokens stay."""
+        one, runner = group[0], self._runner
+        if one.spec.renormalised and (alphabet := self._sets.narrow.of_list(self._key(one))) is not None:
+            self._sets.narrow.round(beams, states, alphabet)
+            return
+        requests, slots = [each.prompt.request for each in group], [each.prompt.slot for each in group]
+        by_list = states.unflatten(0, (len(group), -1))
+        lists, rows, queries, _ = by_list.shape
+
+        def logits_of(some: Tensor) -> Tensor:
+            use_adapters(runner, requests, np.repeat(slots, some.shape[1] * queries))
+            logits: Tensor = runner.model.compute_logits(some.flatten(0, 2))
+            return logits.unflatten(0, (-1, queries))
+
+        if lists * rows * queries <= self._most_logits:
+            beams.round(logits_of(by_list))
+            return
+        tokens, columns = _columns(self._key(one), beams.span, runner.vocab_size, states.device)
+        own, sums, count = list[Tensor](), list[Tensor](), self._most_logits // (PARTS * lists * queries)
+        for first in range(0, rows, count):
+            logits = logits_of(by_list[:, first : first + count])
+            sums.append(beams.log_sums(logits, first))
+            own.append(logits.index_select(2, tokens).unflatten(0, (lists, -1)))
+            del logits  # before there are the next ones
+        every = None if one.spec.renormalised else torch.cat(sums, 1)
+        beams.round(torch.cat(own, 1).flatten(0, 1), columns=columns, sums=every)
+
+
+def _columns(key: bytes, span: tuple[int, int] | None, vocabulary: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The tokens of an alphabet that a round reads, and the column of each token, 0 of others: `Pass.columns`."""
+    tokens = np.frombuffer(key, np.int64)
+    low, high = np.searchsorted(tokens, (span[0], min(span[1] + 1, vocabulary)) if span else (0, vocabulary))
+    read = to_device(tokens[low:high] if low < high else tokens[:1], device)
+    columns = torch.zeros(vocabulary, dtype=torch.int32, device=device)
+    columns[read] = torch.arange(len(read), dtype=torch.int32, device=device)
+    return read, columns
+
+
+def _states(group: list[Asked]) -> Tensor:
+    """The hidden states at the ends of the prompts: [lists, 1 or L + 1, hidden size]."""
+    return torch.stack([one.states for one in group if one.states is not None])
+
+
+def _table(beams: Beams) -> Tensor:
+    """What beams have found, as `ListResult.of_table` reads it."""
+    result = table_of(beams.decided)
+    result = torch.nn.functional.pad(result, (0, max(0, HEAD - result.shape[2])), value=-1)
+    head = torch.zeros_like(result[:, :1])
+    head[:, 0, 0], head[:, 0, 1:3] = beams.proven, beams.took
+    return torch.cat((head, result), 1)
+
+
+def _joined(tables: list[Tensor]) -> Tensor:
+    """One table of those of the races of a request, or of its list. All of them begin with the pass of the prompt."""
+    if len(tables) == 1:
+        return tables[0]
+    heads = torch.stack([table[0] for table in tables])
+    head = heads.amax(0)
+    head[0], head[1] = heads[:, 0].amin(), heads[:, 1].sum() - (len(tables) - 1)
+    return torch.cat((head[None], *(table[1:] for table in tables)))

@@ -1,0 +1,298 @@
+"""The device path in the worker: one logits processor that keeps every slot's state and masks the whole batch."""
+
+import contextlib
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from vllm.distributed import get_pp_group
+from vllm.logger import init_logger
+from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcessor, LogitsProcRequestState
+
+import itemset
+from itemset.masking.arena import Arena, ArenaFullError, Arrivals, Place, check_tables
+from itemset.masking.arena_plan import Piece
+from itemset.masking.batch import COLUMNS, LOCAL, Batch
+from itemset.masking.slots import MAX_STOP_TOKENS, NO_SET, Slots, as_table, log_probs_of
+from itemset.ranking.draft_head import DraftHead
+from itemset.serving.catalogue import Catalogue
+from itemset.serving.config import StaticConfig
+from itemset.serving.wire import EngineRequest, Prepare, Stage, read
+from itemset.trie.walk import FREE
+from vllm_static import compat
+from vllm_static.worker import drafts, weights
+from vllm_static.worker.beam_kv import to_device
+from vllm_static.worker.child_sampling import is_plain
+from vllm_static.worker.narrow_head import NarrowHead
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.sampling_params import SamplingParams
+
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
+
+_PADDING = 64
+"""Columns of a model's head are a multiple of this (model_executor/layers/vocab_parallel_embedding.py)."""
+
+
+_NO_SET = "requests without a set"
+
+
+class ItemSetProcessor(LogitsProcessor):
+    """Model runner V2's interface (v1/worker/gpu/sample/logits_processor/interface.py) over `itemset.masking.slots`.
+
+    Made while the model is loaded, so that vLLM sizes its KV cache with what the arena leaves. Only the last pipeline
+    rank samples; on the others there is no arena, and no request arrives.
+
+    lists: what makes ranked lists in this worker's steps, if they are made there.
+    child_sampling: whether answers are sampled from what may follow, if nothing else is asked of them.
+    """
+
+    lists: Any = None  # a WideLists
+    child_sampling = False
+
+    def __init__(self, vllm_config: "VllmConfig", req_states: LogitsProcRequestState) -> None:
+        compat.is_ours(vllm_config)  # as this process has not known yet
+        self._req_states = req_states
+        # [max_num_reqs] the set of the slot's request, the temperature at which its answer's tokens have
+        # log-probabilities, 0 if nobody asks for them, and whether it is a list.
+        self._numbers = np.full(req_states.max_num_reqs, NO_SET, np.int64)
+        self._temperatures = np.zeros(req_states.max_num_reqs, np.float32)
+        self._lists = np.zeros(req_states.max_num_reqs, np.bool_)
+        self._plain = np.zeros(req_states.max_num_reqs, np.bool_)  # whether nothing but a temperature is asked for
+        # Of each slot the tokens of its set, as `Arena.alphabet` gives them, or why logits of all tokens are needed.
+        self._alphabets: list[bytes | str] = [_NO_SET] * req_states.max_num_reqs
+        self._staged: dict[int, list[int]] = {}  # slot -> length of its prompt, its set, its marks but for the padding
+        speculative, self._dtype = vllm_config.speculative_config, vllm_config.model_config.dtype
+        self._drafts = 0 if speculative is None else speculative.num_speculative_tokens
+        if get_pp_group().is_last_rank:
+            with compat.kept_through_sleep(vllm_config):
+                self._load(StaticConfig.of(vllm_config.additional_config), vllm_config)
+
+    def _load(self, config: StaticConfig, vllm_config: "VllmConfig") -> None:
+        self._catalogue = catalogue = Catalogue(config)
+        self.kernels = config.item_set_kernels
+        self.child_sampling = config.item_set_child_sampling == "on"
+        self.arena = Arena(catalogue.arena_bytes(), self._req_states.device, kernels=self.kernels)
+        self._arrivals = Arrivals(self.arena)
+        self.narrow = NarrowHead(config, self._req_states.device)
+        for item_set in catalogue.registered.values():
+            check_tables(item_set)
+            self.arena.acquire(item_set)
+        slots, rows = self._req_states.max_num_reqs, vllm_config.scheduler_config.max_num_seqs * (1 + self._drafts)
+        self._slots = Slots(self.arena, slots, max_rows=rows, max_stop_tokens=MAX_STOP_TOKENS)
+        path = config.item_set_draft_head
+        self.head = None if path is None else DraftHead.load(path, self.arena.device)
+        # [max_num_reqs] each slot's prompt length; vLLM's own moves to another address, which no CUDA graph would see.
+        self._begin = torch.zeros(slots, dtype=torch.int32, device=self._req_states.device)
+        if vllm_config.speculative_config is not None:
+            drafts.install(self, vllm_config.speculative_config, forced=config.forced_drafts)
+        self._warm_up()
+        sizes = (f"{count:,}" for count in (self.arena.plan.nbytes, self.arena.plan.used))
+        logger.info("Item sets on %s: %s bytes, of which the registered sets take %s", self.arena.device, *sizes)
+
+    @property
+    def registered(self) -> list[itemset.ItemSet]:
+        return list(self._catalogue.registered.values())
+
+    def only_lists(self, slots: np.ndarray) -> bool:
+        """Return whether all of these requests are for lists, whose own tokens do not matter."""
+        return bool(self._lists[slots].all())
+
+    def any_lists(self, slots: np.ndarray) -> bool:
+        return bool(self._lists[slots].any())
+
+    def asked_to_weigh(self, slots: np.ndarray) -> bool:
+        """Return whether any of them asks for log p and log q."""
+        return bool(self._temperatures[slots].any())
+
+    def constrained(self, slots: np.ndarray) -> bool:
+        return bool((self._lists[slots] | (self._numbers[slots] != NO_SET)).any())
+
+    def alphabet_of(self, slots: np.ndarray) -> bytes | str:
+        """Return the one alphabet of these requests, but for lists; or why there is none."""
+        given = [self._alphabets[slot] for slot in slots[~self._lists[slots]]]
+        other = next((one for one in given if one is not given[0] and one != given[0]), None)
+        why = next((one for one in given if isinstance(one, str)), None)
+        return why or (given[0] if other is None else "sets with other tokens")
+
+    def prepare(self, message: Prepare, piece: Piece | None) -> Stage:
+        """Do `versions.prepare_in_worker`. Raises ItemSetError for a version that cannot be opened."""
+        if not hasattr(self, "arena"):
+            return Stage.DEVICE
+        opened = self._catalogue.begin(message, check_tables)
+        if opened is None or piece is None:
+            return Stage.OPENING
+        number, start = piece
+        return Stage.DEVICE if self._arrivals.advance(opened.name, opened.item_set, (number, start)) else Stage.COPYING
+
+    def close(self, name: str, version: str | None, open_sets: Collection[str]) -> None:
+        """Do `versions.close_in_worker`."""
+        if not hasattr(self, "arena"):
+            return
+        if version is None:
+            self._catalogue.drop(name)
+        elif (opened := self._catalogue.begun(name, version)) is not None:
+            self._catalogue.serve(opened)
+        self.arena.forget_views(open_sets)
+
+    def add_request(self, req_idx: int, sampling_params: "SamplingParams") -> bool:
+        """Stage the request's set. Also called when it comes back after preemption: its output is walked again.
+
+        Returns False: `mask_hook.apply_sampling_params` masks without a copy of the batch's logits.
+        """
+        carried = read(sampling_params.extra_args) or EngineRequest()
+        self._temperatures[req_idx] = weights.temperature(sampling_params)
+        self._lists[req_idx] = carried.ranked is not None
+        self._plain[req_idx] = self.child_sampling and is_plain(sampling_params) and not carried.weighed
+        if self.lists is not None:
+            self.lists.add(req_idx, carried)
+        if carried.place is not None and carried.item_set is not None:
+            place = Place(*carried.place)
+            if not self.arena.holds(place.digest, place.number, place.start):
+                below = self.arena.view(place.below[-1][0]) if place.below else None
+                item_set = self._catalogue.receive(carried.item_set, below, keep=False).item_set
+                self.arena.place(item_set, place.number, place.start, place.below)
+        self._alphabets[req_idx] = self._alphabet(carried, sampling_params)
+        if carried.place is None or carried.ranked is not None:  # the one token of a list's request does not matter
+            if self._numbers[req_idx] != NO_SET:
+                self._staged[req_idx] = [0, NO_SET]
+            self._numbers[req_idx] = NO_SET
+            return False
+        prompt = int(self._req_states.prompt_len.np[req_idx])
+        self._staged[req_idx] = [prompt, place.number, place.begins_after, *sorted(sampling_params.all_stop_token_ids)]
+        self._numbers[req_idx] = place.number
+        return False
+
+    def _alphabet(self, carried: EngineRequest, sampling_params: "SamplingParams") -> bytes | str:
+        if carried.place is None or carried.ranked is not None:
+            return _NO_SET
+        if self.narrow.why_not is not None:
+            return self.narrow.why_not
+        place = Place(*carried.place)
+        if place.begins_after != -1:
+            return "constraints that begin later"
+        return self.arena.alphabet(place.number, tuple(sorted(sampling_params.all_stop_token_ids)))
+
+    def apply_staged_writes(self) -> None:
+        if not self._staged:
+            return
+        rows = as_table([[slot, *row] for slot, row in self._staged.items()], 4 + MAX_STOP_TOKENS)
+        device = self._req_states.device
+        rows = rows.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else rows
+        self._begin.index_copy_(0, rows[:, 0].long(), rows[:, 1])
+        self._slots.assign(rows[:, 0], rows[:, 2], rows[:, 3:])
+        self._staged.clear()
+
+    def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
+        """Mask a copy of the logits, which vLLM has made because a request of the batch asks for more than a set."""
+        layout = {"above": ctx.expanded_local_pos, "tokens": ctx.input_ids, "positions": ctx.pos}
+        return self.mask_rows(logits, ctx.expanded_idx_mapping, ctx.idx_mapping_np, **layout)
+
+    def mask_rows(
+        self, logits: torch.Tensor, slots: torch.Tensor, requests: np.ndarray, *, raw: bool = False, **layout: Any
+    ) -> torch.Tensor:
+        """Launch `Slots.step` for all rows, in place: those without a set, padding and drafts included.
+
+        logits: [rows, vocabulary], any floating type. slots: [rows]. requests: [requests], their slots. raw: whether
+            somebody reads the logits as they were: a copy is masked then. layout: of the drafts, as in `Batch`.
+        """
+        numbers = self._numbers[requests]
+        if (numbers == NO_SET).all():
+            return logits
+        self.arena.use(numbers)
+        batch = self._batch(slots, **layout)
+        logits = logits.clone() if raw or self._temperatures[requests].any() else logits
+        self._slots.step(batch, logits)
+        return logits
+
+    def weigh(self, logits: torch.Tensor, input_batch: Any, logprobs: Any) -> None:
+        """Write the log p and log q that requests ask for into the first of their columns, after the sampling.
+
+        logits: [rows, vocabulary], as the model gave them. logprobs: LogprobsTensors, a row each; NaN for a request on
+        the host path, whose logits were masked before.
+        """
+        each = self._temperatures[input_batch.idx_mapping_np].repeat(np.diff(input_batch.cu_num_logits_np))
+        if not each.any():
+            return
+        rows = to_device(np.flatnonzero(each), logits.device)
+        at, slots = input_batch.logits_indices, input_batch.expanded_idx_mapping
+        tokens, positions = input_batch.input_ids[at], input_batch.positions[at]
+        batch = self._batch(slots, above=input_batch.expanded_local_pos, tokens=tokens, positions=positions)
+        states = self._slots.walk(batch)[rows]  # again: long batches of drafts are masked in several pieces
+        legal = logits[rows].float() / to_device(each[each > 0], logits.device, np.float32)[:, None]
+        whole = legal.logsumexp(-1)
+        self._slots.mask(states, slots[rows], legal)
+        logs = log_probs_of(legal, whole, logprobs.logprob_token_ids[rows, 0])
+        logprobs.logprobs[rows, :2] = logs.masked_fill_((states & LOCAL == FREE)[:, None], torch.nan)
+
+    def samples_children(self, slots: np.ndarray) -> bool:
+        """Return whether all of these requests are answers of sets that ask for nothing but a temperature."""
+        return bool((self._plain[slots] & (self._numbers[slots] != NO_SET)).all())
+
+    def sample_children(
+        self, logits: torch.Tensor, slots: torch.Tensor, requests: np.ndarray, temperatures: torch.Tensor,
+        seeds: torch.Tensor, positions: torch.Tensor, *, fp64: bool, **layout: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        """Walk all rows and sample each from what may follow it, [rows] int64: `triton_child_sampling.sample`."""
+        from vllm_static.worker.triton_child_sampling import sample
+
+        self.arena.use(self._numbers[requests])
+        states = self._slots.walk(self._batch(slots, positions=positions, **layout))
+        return sample(self.arena, logits, states, self._slots.marks, slots, temperatures, seeds, positions, fp64)
+
+    def mask_drafts(
+        self, logits: torch.Tensor, slots: torch.Tensor, draft_step: torch.Tensor, draft_tokens: torch.Tensor
+    ) -> None:
+        """Mask a draft model's logits, [rows, vocabulary], in place: a draft continues an item, or ends it.
+
+        slots: [rows], -1 for padding. draft_step: one integer on the device, how many drafts each row has.
+        draft_tokens: [at least rows, drafts], the drafts so far.
+        """
+        batch = self._batch(slots, above=draft_step.view(1), tokens=draft_tokens[: len(slots)], layout=COLUMNS)
+        self._slots.step(batch, logits)
+
+    def force_drafts(self, drafts: torch.Tensor, slots: torch.Tensor, slots_np: np.ndarray) -> None:
+        """Overwrite drafts, [rows, k], of requests with a set by what the set forces, and then by guesses within it."""
+        if (self._numbers[slots_np] == NO_SET).all():
+            return
+        states = self._slots.walk(self._batch(slots))
+        self._slots.forced(states, slots, drafts, guess=True)
+
+    def _batch(self, slots: torch.Tensor, **layout: Any) -> Batch:
+        states = self._req_states
+        return Batch(slots, states.all_token_ids.gpu, self._begin, states.total_len.gpu, **layout)
+
+    def _warm_up(self) -> None:
+        """Compile the kernels now, and the check of a set's tables: a first request should not wait for them."""
+        device = self._req_states.device
+        with contextlib.suppress(ArenaFullError):
+            self.arena.release(self.arena.acquire(itemset.build([[0, 0, 1], [0, 1]])))
+
+        def zeros(dtype: torch.dtype) -> Any:
+            return torch.zeros(1, dtype=dtype, device=device)
+
+        batch = self._batch(
+            zeros(torch.int64), above=zeros(torch.int32), tokens=zeros(torch.int32), positions=zeros(torch.int64)
+        )
+        vocabulary = self._req_states.vocab_size
+        for dtype in {self._dtype, torch.float32}:  # the model's logits, and copies of them
+            for stride in {vocabulary, vocabulary + -vocabulary % _PADDING}:
+                logits = torch.zeros(1, stride, dtype=dtype, device=device)[:, :vocabulary]
+                self._slots.step(batch, logits)
+                self._slots.mask(self._slots.walk(batch), zeros(torch.int64), logits)  # as `weigh`
+        if self.child_sampling:
+            ones, states = torch.ones(1, device=device), self._slots.walk(batch)
+            logits = torch.zeros(1, vocabulary, dtype=self._dtype, device=device)
+            from vllm_static.worker.triton_child_sampling import sample
+
+            seeds, at = zeros(torch.int64), zeros(torch.int64)
+            sample(self.arena, logits, states, self._slots.marks, zeros(torch.int64), ones, seeds, at, False)
+        if self._drafts:  # as `force_drafts` and `mask_drafts`
+            states = self._slots.walk(self._batch(zeros(torch.int64)))
+            proposed = torch.zeros(1, self._drafts, dtype=torch.int64, device=device)
+            self._slots.forced(states, zeros(torch.int64), proposed, guess=True)
+            logits = torch.zeros(1, self._req_states.vocab_size, dtype=self._dtype, device=device)
+            self.mask_drafts(logits, zeros(torch.int64), zeros(torch.int64), proposed)

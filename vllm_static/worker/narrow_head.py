@@ -1,0 +1,245 @@
+"""The head of a set's own tokens, in a worker: logits of the tokens that a set has, without those of all others.
+
+Model and `LogitsProcessor` run as ever, but for the product of hidden states and head, which takes some of the head's
+rows only. What follows, such as scale and soft cap, is the same for every logit: a trial finds models that do more.
+"""
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import pad
+from vllm.distributed import get_tp_group
+from vllm.logger import init_logger
+
+from itemset.ranking.beams import Beams
+from itemset.serving.config import StaticConfig
+from vllm_static.worker.beam_kv import to_device
+from vllm_static.worker.narrow_hooks import reading
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
+
+SHARE = 3  # an alphabet has at most a third of the vocabulary: a CPU packs its full head, and no copies of its rows
+AUTO_SHARE = 8  # of answers, unless it is `on`: at a 19th they were faster on a CPU, at a third not always
+MOST_RUNS = 4  # of rows that lie together, which are multiplied where they are; of more, all rows are gathered
+TOLERANCE = 0.02  # of the largest logit: what two orders of adding differ by in 16 bits
+_TRIED = 64  # tokens of the trial
+
+
+@dataclass(frozen=True, eq=False)
+class Alphabet:
+    """The tokens of a set's items, and those that may end them.
+
+    tokens: [tokens] int64, ascending. columns: [vocabulary] int32, the column of each of them, 0 of others. With tensor
+        parallelism every rank has as many columns, `each`, of the rows in its own shard: some are nobody's.
+    own, own_np: int64, this rank's rows, ascending.
+    runs: where the rows lie, if together. gathered: [own, hidden size], their copy if not.
+    piece: the bytes of memory that all of it takes.
+    """
+
+    tokens: Tensor
+    columns: Tensor
+    own: Tensor
+    own_np: NDArray[np.int64]
+    each: int
+    runs: tuple[slice, ...]
+    gathered: Tensor | None
+    piece: slice
+
+
+class NarrowHead:
+    """Alphabets within a budget of memory, and the logits of their tokens. There is one in a worker.
+
+    why_not: why logits of all tokens are computed; None if they need not be. `attach` may say more.
+    """
+
+    def __init__(self, config: StaticConfig, device: torch.device) -> None:
+        """Take the memory, `item_set_head_memory`: vLLM sizes its KV cache with what this leaves."""
+        chosen = config.item_set_narrow_head
+        self.why_not = None if chosen == "on" or (chosen == "auto" and device.type == "cpu") else "not chosen"
+        self._memory = torch.empty(
+            config.item_set_head_memory if not self.why_not else 0, dtype=torch.uint8, device=device
+        )
+        self.forced = chosen == "on"  # whether also answers of larger alphabets
+        self.steps: Counter[str] = Counter()  # of sampling: NARROW, or why logits of all tokens were computed
+        self._alphabets: dict[bytes, Alphabet] = {}  # what was used last stands last
+        self._runner: Any = None
+        self._head: Any = None
+
+    def refresh(self) -> None:
+        """Make every alphabet again at its next use: the weights have changed, or what the memory held is lost."""
+        self._alphabets.clear()
+
+    def attach(self, runner: Any) -> None:
+        """Try it out with the runner's model, once; all ranks do so together."""
+        if self._runner is not None or self.why_not is not None:
+            return
+        self._runner = runner
+        try:
+            self.why_not = self._try_out()
+        except Exception as error:  # the model looks for a token's column
+            self.why_not = f"a first product failed: {error!r}"
+        if self.why_not is not None:
+            logger.info("Logits of all tokens are computed, not of a set's own: %s", self.why_not)
+
+    @torch.inference_mode()
+    def _try_out(self) -> str | None:
+        runner, size = self._runner, self._runner.vocab_size
+        if runner.lora_config is not None:
+            return "LoRA adapters may change the head"
+        hidden = torch.randn(2, runner.model_config.get_hidden_size(), generator=torch.Generator().manual_seed(0))
+        hidden = hidden.to(runner.device, runner.dtype)
+        with reading(lambda head, *_: setattr(self, "_head", head)):
+            full = runner.model.compute_logits(hidden)
+        if self._head is None or full is None or full.shape != (2, size):
+            return "the model's logits are not the product of one head"
+        if type(self._head.quant_method).__name__ not in ("UnquantizedEmbeddingMethod", "UnquantizedLinearMethod"):
+            return "the head is quantised"
+        if self._head.num_added_embeddings:
+            return "tokens were added to the head"
+        tokens = np.unique(np.linspace(0, size - 1, _TRIED).astype(np.int64))
+        alphabet = self.alphabet(tokens.tobytes())
+        if alphabet is None:
+            return "item_set_head_memory is too small"
+        given, expected = self.logits(hidden, alphabet), full[:, alphabet.tokens].float()
+        if given.shape != (2, self._head.tp_size * alphabet.each):
+            return "the model's logits come from elsewhere"
+        near = (
+            given[:, alphabet.columns[alphabet.tokens].long()].float() - expected
+        ).abs().max() <= TOLERANCE * full.abs().max()
+        return None if near else "the model changes some tokens' logits"
+
+    def of_list(self, key: bytes) -> Alphabet | None:
+        """Return the alphabet of the passes of a list whose scores are renormalised, if the product is smaller for
+        it."""
+        return None if self.why_not is not None or self._large(key, SHARE) else self.alphabet(key)
+
+    def _large(self, key: bytes, share: int) -> bool:
+        return bool(share * len(key) // 8 > self._runner.vocab_size)
+
+    def of_answers(self, key: bytes | str) -> Alphabet | str:
+        """Return the alphabet of a step's rows, or why there is none. key: of all rows, or already a reason."""
+        if isinstance(key, str):
+            return key
+        if self._large(key, SHARE if self.forced else AUTO_SHARE):
+            return "an alphabet too large"
+        return self.alphabet(key) or "item_set_head_memory has no room"
+
+    def alphabet(self, key: bytes) -> Alphabet | None:
+        """Return the alphabet of these tokens, as of `Arena.alphabet`; None if there is no room for it."""
+        if self.why_not is not None:
+            return None
+        made = self._alphabets.pop(key, None) or self._make(np.frombuffer(key, np.int64))
+        if made is not None:
+            self._alphabets[key] = made
+        return made
+
+    def _make(self, tokens: NDArray[np.int64]) -> Alphabet | None:
+        head, size, device = self._head, self._runner.vocab_size, self._memory.device
+        tokens = tokens[tokens < size]
+        ranks, rows = head.tp_size, head.num_embeddings_per_partition
+        of_ranks = np.split(tokens, np.searchsorted(tokens, rows * np.arange(1, ranks)))
+        own_np = of_ranks[head.shard_indices.padded_org_vocab_start_index // rows] % rows
+        starts = np.flatnonzero(np.diff(own_np, prepend=-2) != 1)
+        spans = np.split(own_np, starts[1:]) if len(own_np) else []
+        runs = tuple(slice(int(span[0]), int(span[-1]) + 1) for span in spans) if len(spans) <= MOST_RUNS else ()
+        each, weight = max(len(one) for one in of_ranks), head.weight
+        counts = (len(tokens) * 8, len(own_np) * 8, size * 4, 0 if runs else len(own_np) * weight[0].nbytes)
+        piece = self._piece(sum(-(-count // 16) * 16 for count in counts))
+        if piece is None:
+            return None
+        parts, at = [], piece.start
+        for count, dtype in zip(counts, (torch.int64, torch.int64, torch.int32, weight.dtype), strict=True):
+            parts.append(self._memory[at : at + count].view(dtype))
+            at += -(-count // 16) * 16
+        own_tokens, own, columns, gathered = parts
+        own_tokens.copy_(to_device(tokens, device))
+        own.copy_(to_device(own_np, device))
+        columns.zero_()
+        places = np.concatenate([rank * each + np.arange(len(one)) for rank, one in enumerate(of_ranks)])
+        columns[own_tokens] = to_device(places, device).int()
+        copied = None if runs else gathered.view(len(own_np), weight.shape[1])
+        if copied is not None:
+            torch.index_select(weight, 0, own, out=copied)
+        return Alphabet(own_tokens, columns, own, own_np, each, runs, copied, piece)
+
+    def _piece(self, nbytes: int) -> slice | None:
+        """Return a free piece of the memory. Forgets for it what was used longest ago."""
+        while nbytes <= len(self._memory):
+            taken = sorted((one.piece.start, one.piece.stop) for one in self._alphabets.values())
+            ends = [0, *(stop for _, stop in taken)]
+            for free, (next_taken, _) in zip(ends, [*taken, (len(self._memory), 0)], strict=True):
+                if free + nbytes <= next_taken:
+                    return slice(free, free + nbytes)
+            del self._alphabets[next(iter(self._alphabets))]
+        return None
+
+    def logits(self, hidden: Tensor, alphabet: Alphabet) -> Tensor:
+        """Return the logits of an alphabet's tokens, [rows, width]. hidden: [rows, hidden size]."""
+        with self.only(alphabet):
+            logits: Tensor = self._runner.model.compute_logits(hidden)
+        return logits
+
+    @contextlib.contextmanager
+    def only(self, alphabet: Alphabet, *, spread: bool = False, clear: bool = False) -> Iterator[None]:
+        """While this is entered, the model's logits are those of an alphabet. spread: each in its token's place, among
+        others of any value, for a mask. clear: these are 0."""
+
+        def product(head: Any, bias: Tensor | None, multiply: Callable[..., Tensor]) -> Tensor:
+            if alphabet.gathered is not None:
+                logits = multiply(alphabet.gathered, None if bias is None else bias[alphabet.own])
+            else:
+                parts = [_product_of(run, head, bias, multiply) for run in alphabet.runs]
+                logits = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+            logits = self._of_ranks(logits, alphabet)
+            if not spread:
+                return logits
+            shape = (len(logits), self._runner.vocab_size)
+            wide = logits.new_zeros(shape) if clear else logits.new_empty(shape)
+            if self._head.tp_size > 1:
+                logits = logits.index_select(1, alphabet.columns[alphabet.tokens])
+            return wide.index_copy_(1, alphabet.tokens, logits)
+
+        with reading(product):
+            yield
+
+    def _of_ranks(self, logits: Tensor, alphabet: Alphabet) -> Tensor:
+        logits = pad(logits, (0, alphabet.each - logits.shape[-1])) if logits.shape[-1] < alphabet.each else logits
+        return get_tp_group().all_gather(logits, -1) if self._head.tp_size > 1 else logits
+
+    def of_nobody(self) -> contextlib.AbstractContextManager[None]:
+        """While this is entered, the model's logits are those of a few tokens, other ones on each rank."""
+        return reading(partial(_product_of, slice(0, _TRIED)))
+
+    def round(self, beams: Beams, hidden: Tensor, alphabet: Alphabet) -> None:
+        """Let beams of renormalised scores take a pass. hidden: [rows, queries, hidden size]. alphabet: their set's."""
+        if beams.span is not None and self._head.tp_size == 1:  # else each rank would have another number of columns
+            alphabet = _between(*beams.span, alphabet)
+        logits = self.logits(hidden.flatten(0, 1), alphabet)
+        beams.round(logits.view(*hidden.shape[:2], -1), columns=alphabet.columns)
+
+
+def _between(first: int, last: int, alphabet: Alphabet) -> Alphabet:
+    """The part of an alphabet from one token to another, on one rank: slices, and no copy of the head's rows."""
+    low, high = np.searchsorted(alphabet.own_np, (first, last + 1)).tolist()
+    if low == high:  # the model has no such tokens
+        return alphabet
+    cut = (slice(max(run.start, first), min(run.stop, last + 1)) for run in alphabet.runs)
+    return replace(
+        alphabet, tokens=alphabet.tokens[low:high], columns=(alphabet.columns - low).clamp_(0, high - low - 1),
+        own=alphabet.own[low:high], own_np=alphabet.own_np[low:high], each=high - low,
+        runs=tuple(one for one in cut if one.start < one.stop),
+        gathered=None if alphabet.gathered is None else alphabet.gathered[low:high],
+    )  # fmt: skip
+
+
+def _product_of(rows: slice, head: Any, bias: Tensor | None, multiply: Callable[..., Tensor]) -> Tensor:
+    """The product with some rows of a head."""
+    return multiply(head.weight[rows], None if bias is None else bias[rows])

@@ -1,0 +1,62 @@
+"""Log p and log q of the tokens of answers: the model's, and that among the legal tokens. Their difference is the
+logarithm of the legal mass, the model's probability of all legal tokens.
+
+They leave the engine in the places of the log-probabilities of each sampled token and of the most likely one, and take
+part in all that vLLM does with these: asynchronous copies, accepted and rejected drafts, tokens cut after an end. The
+front end asks for no columns but these two, and reads them there (`front.answers`).
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from itemset.serving.hooks import IMPORTED
+from itemset.serving.request_fields import LOGPROBS
+from itemset.serving.wire import read
+from vllm_static.compat import hook
+
+
+def temperature(sampling_params: Any) -> float:
+    """The temperature at which a request in the engine wants log p and log q; 0 if it wants none.
+
+    Its own, and 1 for weights and for greedy answers.
+    """
+    carried = read(getattr(sampling_params, "extra_args", None))
+    if carried is None or not carried.weighed:
+        return 0.0
+    return float(carried.weighed == LOGPROBS and sampling_params.temperature) or 1.0
+
+
+@hook("vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample", order=-1, when=IMPORTED)
+def sample(original: Callable[..., Any], self: Any, input_batch: Any) -> Any:
+    """An answer's weight, after the sampling."""
+    sets = next((one for one in self.sampler.logits_processors if hasattr(one, "asked_to_weigh")), None)
+    if sets is None or not sets.asked_to_weigh(input_batch.idx_mapping_np):
+        return original()
+    with _weighed(self, sets):
+        return original()
+
+
+@contextlib.contextmanager
+def _weighed(runner: Any, sets: Any) -> Iterator[None]:
+    """While this is entered, both samplers of a runner weigh what they sample. They leave the logits as they are."""
+    samplers = {name: getattr(runner, name) for name in ("sampler", "rejection_sampler") if getattr(runner, name)}
+    for name, sampler in samplers.items():
+        setattr(runner, name, _Weighing(sampler, sets))
+    try:
+        yield
+    finally:
+        vars(runner).update(samplers)
+
+
+class _Weighing:
+    def __init__(self, sampler: Any, sets: Any) -> None:
+        self._sampler, self._sets = sampler, sets
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sampler, name)
+
+    def __call__(self, logits: Any, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        output = self._sampler(logits, input_batch, *args, **kwargs)
+        self._sets.weigh(logits, input_batch, output.logprobs_tensors)
+        return output

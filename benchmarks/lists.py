@@ -190,7 +190,7 @@ def generate(file: str, cells: list[list[int]], repeats: int) -> list[float]:
 
 
 def random_head(path: Path) -> str:
-    from itemset.ranking.draft_head import DraftHead
+    from itemset.draft_head.head import DraftHead
 
     DraftHead([range(100, 2_000)] * CODES, PLACEHOLDERS, hidden_size=128, vocab_size=VOCABULARY).save(path)
     return str(path)

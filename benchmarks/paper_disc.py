@@ -25,7 +25,7 @@ from runner import Report, Row, isolated
 import itemset
 from itemset.ranking.importance import Importance
 from itemset.ranking.scored_tree import Answer, Pass
-from itemset.serving.list_runner import run_together
+from itemset.serving.front.list_runner import run_together
 
 TITLES, QUERIES, DRAWS, BEST, PART = 400, 60, 200, 50, 256
 CANDIDATES = (1, 2, 4, 8)

@@ -31,9 +31,9 @@ from torch.nn.functional import cross_entropy, kl_div
 import itemset
 from itemset.adapters.decode_loop import draft_search
 from itemset.adapters.huggingface import draft_states
+from itemset.draft_head.head import DraftHead
+from itemset.draft_head.training import Rows
 from itemset.masking.arena import Arena, room_for
-from itemset.ranking.draft_head import DraftHead
-from itemset.training.head_trainer import Rows
 
 SEEDS, WIDTH, USERS = (0, 1, 2), 64, 1_000
 BEFORE, STEPS, BATCH = 1_200, 250, 32  # steps without a head and with it

@@ -12,8 +12,8 @@ from retrieval_model import MEMORY
 
 import itemset
 from itemset.cli.train import HEAD_FILE
-from itemset.ranking.draft_head import DraftHead
-from itemset.training.head_trainer import Schedule, train_head
+from itemset.draft_head import DraftHead
+from itemset.draft_head.training import Schedule, train_head
 
 STEPS, BATCH = 600, 24
 

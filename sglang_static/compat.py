@@ -13,8 +13,8 @@ from typing import Any
 
 from itemset.errors import ItemSetError
 from itemset.serving import hooks
-from itemset.serving.answer_fields import after
 from itemset.serving.config import BACKEND
+from itemset.serving.constraint import after
 from itemset.serving.hooks import IMPORTED
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from engine_words import asked
 from request_fields import fields_of
 
 import itemset
-from itemset.serving.request_fields import BEAMS, DRAWN, OPTIONS, nearest
+from itemset.serving.front.request_fields import BEAMS, DRAWN, OPTIONS, nearest
 
 RAGGED = asked("ragged")
 

@@ -26,7 +26,8 @@ from itemset.embedded.composite_grammar import Composite, Found
 from itemset.embedded.holes import HOLES, Hole, Items, Vocabulary, warm_up
 from itemset.embedded.placement import PLACES
 from itemset.embedded.rewrite import Marker
-from itemset.serving.constraint import ENVELOPE, Grammars
+from itemset.serving.constraint import ENVELOPE
+from itemset.serving.engine.grammars import Grammars
 from itemset.trie.walk import DEAD
 
 SEEN, SHORT = ({"type": "string", "item_set": name} for name in ("seen", "short"))

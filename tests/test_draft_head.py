@@ -18,9 +18,9 @@ from views import KINDS, made
 
 import itemset
 from itemset.adapters.decode_loop import draft_search
+from itemset.draft_head.head import DraftHead
 from itemset.errors import ItemSetError
 from itemset.masking.arena import Arena, room_for
-from itemset.ranking.draft_head import DraftHead
 from itemset.text import TokenizerId
 
 LEVELS, SIZE, VOCABULARY = 4, 16, 50

@@ -17,12 +17,13 @@ from itemset import ItemSetError
 from itemset.embedded import rewrite
 from itemset.embedded.placement import PLACES, TEXT
 from itemset.embedded.rewrite import Marker
-from itemset.serving.admission import Checks
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import ModelLimits, StaticConfig, Words
-from itemset.serving.constraint import EBNF, ENVELOPE, JSON, SMALL, Constraint, Grammars
-from itemset.serving.embedded_sets import Constraints
-from itemset.serving.lost_fields import holds_sets
+from itemset.serving.constraint import EBNF, ENVELOPE, JSON, SMALL, Constraint
+from itemset.serving.engine.grammars import Grammars
+from itemset.serving.front.admission import Checks
+from itemset.serving.front.embedded_sets import Constraints
+from itemset.serving.front.lost_fields import holds_sets
 
 FILM = {"type": "string", "item_set": "films"}
 INLINE = {"type": "string", "item_set": ["red", "green"]}

@@ -96,8 +96,8 @@ def test_a_draft_head_learns_from_the_states_that_a_list_has(codes, tmp_path, mo
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from itemset.adapters.huggingface import draft_states
-    from itemset.ranking.draft_head import DraftHead
-    from itemset.training.head_trainer import Rows
+    from itemset.draft_head.head import DraftHead
+    from itemset.draft_head.training import Rows
 
     for module, steps in ((retrieval_model, 2), (nezha_model, 2)):
         monkeypatch.setattr(module, "STEPS", steps)

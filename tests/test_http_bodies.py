@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from itemset.serving import http_bodies
+from itemset.serving.front import http_bodies
 
 JSON = [(b"content-type", b"application/json"), (b"content-length", b"2")]
 EVENTS = [(b"content-type", b"text/event-stream")]

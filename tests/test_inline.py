@@ -14,11 +14,11 @@ import pytest
 from models import tiny_tokenizer
 
 import itemset
-from itemset.serving.admission import Checks
 from itemset.serving.catalogue import OVERHEAD, Catalogue, InlineSet
 from itemset.serving.config import ModelLimits, StaticConfig, Words
-from itemset.serving.inline import FEW_TEXTS, SLICE_CHARACTERS, SLICE_TEXTS, Encoder, InlineTexts, Steps, _slices
-from itemset.serving.request import ItemRequest
+from itemset.serving.front.admission import Checks
+from itemset.serving.front.inline import FEW_TEXTS, SLICE_CHARACTERS, SLICE_TEXTS, Encoder, InlineTexts, Steps, _slices
+from itemset.serving.front.request import ItemRequest
 
 WORDS = Words("max_model_len", "--max-model-len", "min_tokens", "--additional-config")
 

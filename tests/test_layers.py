@@ -26,17 +26,18 @@ ALLOWED = {
     "ranking": "errors text trie item_set masking",
     "embedded": "errors trie item_set opening select masking",
     "serving": "errors text storage trie item_set opening select published masking ranking embedded",
-    "training": "errors text trie item_set ranking",
-    "adapters": "errors trie item_set masking ranking training",
+    "training": "errors trie item_set ranking",
+    "draft_head": "errors text trie item_set masking ranking",
+    "adapters": "errors trie item_set masking ranking draft_head training",
     "__init__": "errors trie item_set opening select building",
-    "cli": "errors text storage trie item_set published building training __init__",
+    "cli": "errors text storage trie item_set published building draft_head __init__",
     "__main__": "cli",
     "source_sets": "errors text storage trie published building serving cli",
 }
 BESIDE_EACH_OTHER = {"building", "masking"}
 ENGINES = {"vllm", "sglang", "vllm_static", "sglang_static"}
 OF_ENGINES = {"vllm_static": {"sglang", "sglang_static"}, "sglang_static": {"vllm", "vllm_static"}}
-FOR_DEVICES = {"masking", "ranking", "embedded", "training", "adapters"}
+FOR_DEVICES = {"masking", "ranking", "draft_head", "embedded", "training", "adapters"}
 
 
 def imports(path: Path, *, types: bool = False) -> Iterator[str]:
@@ -129,6 +130,18 @@ def test_no_process_imports_code_of_another() -> None:
         and name.startswith(f"{package}.")
         and (other := name.split(".")[1]) in folders
         and other not in {path.parent.name, *folders[path.parent.name].split()}
+    }
+    assert not found
+
+
+def test_front_ends_and_engines_meet_on_the_wire() -> None:
+    found = {
+        f"{name_of(path)} imports {name}"
+        for package in ["itemset", *OF_ENGINES]
+        for path in modules(package)
+        for name in imports(path)
+        if name.startswith(f"itemset.serving.{'engine' if path.parent.name == 'front' else 'front'}.")
+        and path.parent.name in {"serving", "engine", "front", "core", "worker", "scheduler"}
     }
     assert not found
 

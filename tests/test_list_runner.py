@@ -14,8 +14,8 @@ from itemset.ranking.scored_tree import Answer, Pass
 from itemset.ranking.search import Found, Search
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import StaticConfig, Words
-from itemset.serving.list_runner import Lists, OneRequest, Pace, run_together, search_for
-from itemset.serving.request_fields import ListOptions
+from itemset.serving.front.list_runner import Lists, OneRequest, Pace, run_together, search_for
+from itemset.serving.front.request_fields import ListOptions
 
 END = 50
 ITEMS = itemset.build(np.random.default_rng(0).integers(0, END, (4_000, 3)))

@@ -14,10 +14,10 @@ from pydantic import BaseModel, Field
 
 from itemset.embedded.rewrite import Marker, mentions
 from itemset.errors import ItemSetError
-from itemset.serving import lost_fields, request_fields
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.constraint import JSON, TAG
-from itemset.serving.lost_fields import constraints_of, holds_sets, refuse_loose_tools
+from itemset.serving.front import lost_fields, request_fields
+from itemset.serving.front.lost_fields import constraints_of, holds_sets, refuse_loose_tools
 
 
 class Format(BaseModel):

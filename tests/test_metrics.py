@@ -8,7 +8,8 @@ import pytest
 
 import itemset
 from itemset.serving import metrics
-from itemset.serving.answer_fields import Expected, after
+from itemset.serving.constraint import after
+from itemset.serving.front.answer_fields import Expected
 
 END, MARK = 9, 7
 ITEMS = itemset.build([[1, 2], [1, 3, 4]])

@@ -93,7 +93,7 @@ def test_publishing(tmp_path, tiny_model, films):
 def test_a_draft_head_in_your_own_loop(tmp_path, tiny_model):
     import torch
 
-    from itemset.ranking.draft_head import DraftHead
+    from itemset.draft_head.head import DraftHead
 
     model = tmp_path / "model"
     model.mkdir()

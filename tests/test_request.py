@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from itemset.serving.catalogue import RefusedError
-from itemset.serving.request import ItemRequest, refuse_beside
-from itemset.serving.request_fields import COMPARED, DrawOptions, ListOptions
-from itemset.serving.sampler_limits import refuse_unsampled
+from itemset.serving.front.request import ItemRequest, refuse_beside
+from itemset.serving.front.request_fields import COMPARED, DrawOptions, ListOptions
+from itemset.serving.front.sampler_limits import refuse_unsampled
 
 CONSTRAINTS = ("item_set", "choice", "regex")
 

@@ -23,12 +23,12 @@ from itemset.errors import ItemSetError
 from itemset.masking.arena import Arena, ArenaFullError, Arrivals, arena_bytes, room_for
 from itemset.masking.arena_plan import Holdings
 from itemset.serving import metrics
-from itemset.serving.admission import Checks
 from itemset.serving.catalogue import Catalogue, RefusedError, with_versions
 from itemset.serving.config import ModelLimits, StaticConfig, Words
-from itemset.serving.request import ItemRequest
-from itemset.serving.version_rollout import Preparer
-from itemset.serving.version_watcher import Follower
+from itemset.serving.engine.version_rollout import Preparer
+from itemset.serving.front.admission import Checks
+from itemset.serving.front.request import ItemRequest
+from itemset.serving.front.version_watcher import Follower
 from itemset.serving.wire import Stage
 
 WORDS = Words("max_model_len", "--max-model-len", "min_tokens", "--additional-config")

@@ -36,7 +36,8 @@ from vllm.v1.kv_cache_interface import (
 
 import itemset
 from itemset.serving import config, hooks
-from itemset.serving.answer_fields import Expected, after
+from itemset.serving.constraint import after
+from itemset.serving.front.answer_fields import Expected
 from itemset.text import load_tokenizer
 from vllm_static import compat, engine_config, plugin
 from vllm_static.core import lists

@@ -17,9 +17,9 @@ from vllm.exceptions import VLLMValidationError
 import itemset
 from itemset.adapters.decode_loop import draft_search
 from itemset.adapters.huggingface import draft_states
+from itemset.draft_head.head import DraftHead
 from itemset.errors import ItemSetError
 from itemset.masking.arena import Arena, room_for
-from itemset.ranking.draft_head import DraftHead
 from itemset.serving.wire import EngineRequest, ListSpec, SetRef
 from itemset.text import identify
 from vllm_static.compat import list_params

@@ -27,7 +27,7 @@ from test_vllm_wide_lists import (
     same,
 )
 
-from itemset.serving.list_runner import best_of
+from itemset.serving.front.list_runner import best_of
 from itemset.serving.wire import WIRE, ListResult, NoList
 from vllm_static.front.list_requests import RankingParams
 

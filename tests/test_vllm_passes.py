@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 from test_vllm_wide_lists import ROOMY, asked, by_rounds, given, off, prompt_of, runner_of, same, ways
 
-from itemset.serving.list_runner import best_of
+from itemset.serving.front.list_runner import best_of
 from itemset.serving.wire import REASONS, WIRE, ListResult, NoList
 
 LENGTHS = [20, 20, 20]

@@ -159,7 +159,7 @@ def test_a_slow_reader_of_a_stream_loses_no_item():
     """VLLM joins its outputs, and keeps of them what it knows."""
     from vllm import CompletionOutput, RequestOutput
 
-    from itemset.serving import http_bodies
+    from itemset.serving.front import http_bodies
     from vllm_static.front import answers
 
     def result(index: int, reason: str | None = None) -> RequestOutput:

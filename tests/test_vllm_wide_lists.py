@@ -26,7 +26,7 @@ from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
 
-from itemset.serving.list_runner import best_of
+from itemset.serving.front.list_runner import best_of
 from itemset.serving.wire import REASONS, EngineRequest, ListResult, ListSpec, NoList, SetRef
 from vllm_static.compat import list_params
 from vllm_static.front.engine_lists import EngineLists

@@ -14,8 +14,8 @@ from weakref import WeakValueDictionary
 import wrapt
 
 from itemset.serving import hooks
-from itemset.serving.answer_fields import after
 from itemset.serving.config import BACKEND, StaticConfig
+from itemset.serving.constraint import after
 from itemset.serving.hooks import START
 from itemset.serving.wire import WIRE, EngineRequest
 

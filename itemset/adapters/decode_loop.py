@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from itemset.draft_head.head import DraftHead
 from itemset.masking import Kernels
 from itemset.masking.arena import Arena
 from itemset.ranking.beams import Beams
-from itemset.ranking.draft_head import DraftHead
 
 LogitsFunction = Callable[[Tensor, Tensor], Tensor]
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
+from itemset.draft_head.head import DraftHead
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
 from itemset.masking.arena import Arena, room_for
 from itemset.masking.batch import LOCAL, Batch
 from itemset.masking.slots import Slots
-from itemset.ranking.draft_head import DraftHead
 from itemset.trie.walk import END
 
 

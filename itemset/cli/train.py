@@ -41,7 +41,7 @@ def train(args: argparse.Namespace) -> None:
         raise ItemSetError(f"{where}: {error}: write a list of the set's keys") from error
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from itemset.training.head_trainer import Schedule, train_head
+    from itemset.draft_head.training import Schedule, train_head
 
     try:
         model, tokenizer = AutoModelForCausalLM.from_pretrained(args.model), AutoTokenizer.from_pretrained(args.model)

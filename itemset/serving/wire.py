@@ -18,6 +18,10 @@ from itemset.ranking.search import widest
 
 WIRE = "item_set_wire"
 """The key of an EngineRequest. Clients may not send it."""
+LOGPROBS = "item_logprobs"
+"""Asks every candidate for log q and log p of each of its tokens: see `front.answer_fields.item_logprobs`."""
+MOST_LOGITS = 1 << 30
+"""Bytes of logits that a worker of vLLM has in memory at once for lists; a draft head's beams are limited by it."""
 INLINE, VIEW, VERSION = "inline:", "view:", "version:"
 """How references begin: INLINE + digest, of texts; VERSION + version + "@" + name, of a registered set; VIEW +
 digest + "@" + reference, of what a filter or keys leave of another."""

@@ -9,9 +9,9 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
-from itemset.serving import http_bodies
-from itemset.serving.answer_fields import FIELDS
-from itemset.serving.request import THOUGHT, Thought
+from itemset.serving.front import http_bodies
+from itemset.serving.front.answer_fields import FIELDS
+from itemset.serving.front.request import THOUGHT, Thought
 from sglang_static.compat import hook
 from sglang_static.front import weights
 

@@ -14,13 +14,13 @@ from itemset.embedded.holes import Vocabulary
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import ModelLimits, StaticConfig, Words
 from itemset.serving.constraint import JSON
-from itemset.serving.front_end import FrontEndBase
-from itemset.serving.http_bodies import body, while_connected
-from itemset.serving.list_runner import Lists, OneRequest
-from itemset.serving.lost_fields import refuse_lost
-from itemset.serving.request import ItemRequest, Thought, wants_candidates
-from itemset.serving.request_fields import BEAMS, DRAWS, LIST, LIST_AFTER, LOGPROBS, wrong_type
-from itemset.serving.sampler_limits import refuse_unsampled
+from itemset.serving.front.front_end import FrontEndBase
+from itemset.serving.front.http_bodies import body, while_connected
+from itemset.serving.front.list_runner import Lists, OneRequest
+from itemset.serving.front.lost_fields import refuse_lost
+from itemset.serving.front.request import ItemRequest, Thought, wants_candidates
+from itemset.serving.front.request_fields import BEAMS, DRAWS, LIST, LIST_AFTER, LOGPROBS, wrong_type
+from itemset.serving.front.sampler_limits import refuse_unsampled
 from itemset.serving.wire import WIRE, Tokens
 from sglang_static import compat
 from sglang_static.front import answers, weights

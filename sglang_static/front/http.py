@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from itemset.serving import http_bodies, lost_fields, request_fields
 from itemset.serving.catalogue import RefusedError
-from itemset.serving.lost_fields import constraints_of, disguised, refuse_loose_tools
-from itemset.serving.request import check_options, wants_draws, with_beams
+from itemset.serving.front import http_bodies, lost_fields, request_fields
+from itemset.serving.front.lost_fields import constraints_of, disguised, refuse_loose_tools
+from itemset.serving.front.request import check_options, wants_draws, with_beams
 
-from itemset.serving.request_fields import (  # isort: skip
+from itemset.serving.front.request_fields import (  # isort: skip
     BEAMS, CHOICE, CUSTOM, DRAWS, LIST, LIST_AFTER, LOGPROBS, PARAMS, REFERENCE, SELECTION, SLATE, STRUCTURED, WEIGHT,
     WORDS,
 )  # fmt: skip

@@ -20,12 +20,12 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 
 from itemset.ranking.scored_tree import Answer, Pass
 from itemset.ranking.search import TokenScores
-from itemset.serving.answer_fields import item_logprobs
 from itemset.serving.catalogue import RefusedError
-from itemset.serving.http_bodies import body, no_body, while_connected
-from itemset.serving.list_runner import AbortedError
-from itemset.serving.request import wants_candidates
-from itemset.serving.request_fields import BEAMS, LOGPROBS, REFERENCE
+from itemset.serving.front.answer_fields import item_logprobs
+from itemset.serving.front.http_bodies import body, no_body, while_connected
+from itemset.serving.front.list_runner import AbortedError
+from itemset.serving.front.request import wants_candidates
+from itemset.serving.front.request_fields import BEAMS, LOGPROBS, REFERENCE
 from itemset.serving.wire import EngineRequest, ListResult, NoList, Tokens
 from sglang_static.front.request import CARRIED
 

@@ -5,13 +5,13 @@ from collections.abc import Mapping
 from numbers import Integral
 from typing import Any
 
-from itemset.serving import request_fields
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.constraint import EBNF, JSON, TAG
-from itemset.serving.http_bodies import body
-from itemset.serving.lost_fields import holds_sets, undisguised
-from itemset.serving.request import ItemRequest, candidates, refuse_beside, wants_candidates, wants_draws
-from itemset.serving.request_fields import BEAMS, CHOICE, CUSTOM, LOGPROBS, REFERENCE, SELECTION, SLATE, WEIGHT
+from itemset.serving.front import request_fields
+from itemset.serving.front.http_bodies import body
+from itemset.serving.front.lost_fields import holds_sets, undisguised
+from itemset.serving.front.request import ItemRequest, candidates, refuse_beside, wants_candidates, wants_draws
+from itemset.serving.front.request_fields import BEAMS, CHOICE, CUSTOM, LOGPROBS, REFERENCE, SELECTION, SLATE, WEIGHT
 
 CARRIED = "item_set_list"
 """Attribute of the `GenerateReqInput` that asks for a list in one request: its EngineRequest."""

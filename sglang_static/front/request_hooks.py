@@ -5,7 +5,7 @@ from typing import Any
 
 from itemset.errors import ItemSetError
 from itemset.serving.config import start_up
-from itemset.serving.request_fields import REFERENCE
+from itemset.serving.front.request_fields import REFERENCE
 from itemset.serving.wire import WIRE
 from sglang_static import compat
 from sglang_static.compat import hook
@@ -18,7 +18,7 @@ def _add_middleware(app: Any) -> None:
     """The middleware that brings a body's fields to its request, innermost; the routes of /v1/item_sets."""
     from starlette.middleware import Middleware
 
-    from itemset.serving.http_bodies import add_routes
+    from itemset.serving.front.http_bodies import add_routes
     from sglang_static.front.http import ItemSetFields
 
     if not any(one.cls is ItemSetFields for one in app.user_middleware):
@@ -62,7 +62,7 @@ async def _generate_request(
 @hook("sglang.srt.entrypoints.http_server:ORJSONRequest.json", always=True)
 def _parse_body(original: Callable[..., Any], self: Any) -> Any:
     """A body is judged once parsed, before words are dropped."""
-    from itemset.serving import http_bodies
+    from itemset.serving.front import http_bodies
 
     return http_bodies.judged(original, self)
 
@@ -72,7 +72,7 @@ def _create_tokenized_object(original: Callable[..., Any], self: Any, obj: Any, 
     """The item set is attached to its request."""
     front_end = self.static_front_end
     if front_end is None:
-        from itemset.serving.http_bodies import body
+        from itemset.serving.front.http_bodies import body
 
         given = obj.sampling_params if isinstance(obj.sampling_params, dict) else {}
         named = any(place.get(REFERENCE) for place in places(given, body().fields or {}))

@@ -8,7 +8,7 @@ from itemset.errors import ItemSetError
 from sglang_static import compat
 
 if TYPE_CHECKING:
-    from itemset.serving.version_watcher import Follower  # which imports the metrics: see there
+    from itemset.serving.front.version_watcher import Follower  # which imports the metrics: see there
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ def refresh(engine: Any, name: str | None = None) -> list[dict[str, Any]]:
 
 
 def _follower(manager: Any, front: Any) -> "Follower":
-    from itemset.serving.version_watcher import Follower
+    from itemset.serving.front.version_watcher import Follower
 
     loop = manager.event_loop
 

@@ -3,8 +3,8 @@ and takes them out of its answer (`scheduler.weights`)."""
 
 from typing import Any
 
-from itemset.serving.answer_fields import Logs
-from itemset.serving.request_fields import LOGPROBS
+from itemset.serving.front.answer_fields import Logs
+from itemset.serving.wire import LOGPROBS
 
 ASKED = "item_set_weight"
 """Attribute of a `GenerateReqInput` for which `ask` has asked: the request's field for that."""

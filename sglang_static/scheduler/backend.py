@@ -18,8 +18,8 @@ from itemset.masking.host import HostState
 from itemset.masking.slots import MAX_STOP_TOKENS
 from itemset.serving.catalogue import Catalogue
 from itemset.serving.config import BACKEND, StaticConfig
-from itemset.serving.constraint import Grammars
-from itemset.serving.version_rollout import Preparer
+from itemset.serving.engine.grammars import Grammars
+from itemset.serving.engine.version_rollout import Preparer
 from itemset.serving.warm_up import compile_all
 from itemset.serving.wire import WIRE, HolesSpec, read
 from sglang_static import compat

@@ -7,7 +7,7 @@ from typing import Any
 from itemset.item_set import ItemSet
 from itemset.masking.arena import ArenaFullError, check_tables
 from itemset.serving.catalogue import Opened
-from itemset.serving.version_rollout import Devices, or_reason, warn_of_no_room
+from itemset.serving.engine.version_rollout import Devices, or_reason, warn_of_no_room
 from itemset.serving.wire import Prepare, Stage
 from sglang_static import compat
 from sglang_static.compat import hook

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from itemset.masking.slots import log_probs_of
-from itemset.serving.request_fields import LOGPROBS
-from itemset.serving.wire import read
+from itemset.serving.wire import LOGPROBS, read
 from sglang_static.compat import hook
 
 _ROWS, _WEIGHTS = "weighed_rows", "item_set_weights"

@@ -26,9 +26,10 @@ from itemset.masking.arena import Place
 from itemset.masking.host import HostState, fill_bitmasks, forced_tokens
 from itemset.serving.catalogue import Catalogue
 from itemset.serving.config import StaticConfig
-from itemset.serving.constraint import ENVELOPE, Grammars
+from itemset.serving.constraint import ENVELOPE
+from itemset.serving.engine.grammars import Grammars
+from itemset.serving.engine.version_rollout import Preparer
 from itemset.serving.metrics import label
-from itemset.serving.version_rollout import Preparer
 from itemset.serving.warm_up import compile_all
 from itemset.serving.wire import WIRE, HolesSpec, SetRef, read
 from vllm_static import compat

@@ -16,7 +16,7 @@ from itemset.masking.arena_plan import Holdings
 from itemset.masking.slots import MAX_STOP_TOKENS
 from itemset.serving.catalogue import Catalogue, Opened
 from itemset.serving.config import StaticConfig
-from itemset.serving.version_rollout import Devices, warn_of_no_room
+from itemset.serving.engine.version_rollout import Devices, warn_of_no_room
 from itemset.serving.wire import WIRE, EngineRequest, Prepare, SetRef, Stage, read
 from vllm_static import compat
 from vllm_static.worker.versions import close_in_worker, prepare_in_worker

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 from vllm.logger import init_logger
 
-from itemset.serving import http_bodies, metrics
-from itemset.serving.answer_fields import Expected, told_of
-from itemset.serving.constraint import ExpectedItems
+from itemset.serving import metrics
+from itemset.serving.front import http_bodies
+from itemset.serving.front.answer_fields import Expected, ExpectedItems, told_of
+from itemset.serving.front.request import THOUGHT, Thought
+from itemset.serving.front.request_fields import LOGPROBS
 from itemset.serving.hooks import IMPORTED
-from itemset.serving.request import THOUGHT, Thought
-from itemset.serving.request_fields import LOGPROBS
 from vllm_static import compat
 from vllm_static.compat import hook
 
@@ -24,8 +24,8 @@ logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its 
 _NEAR = 64  # tokens in which the end of reasoning is looked for
 EXPECTED = "expected_item"
 """Attribute of a request's parameters, which do not send it to the engine: makes what is expected of its answers
-(itemset.serving.answer_fields), with TOLD. Of its state in vLLM's output processor: that. Copies made for `n` have
-none."""
+(`itemset.serving.front.answer_fields`), with TOLD. Of its state in vLLM's output processor: that. Copies made for `n`
+have none."""
 TOLD = "told_of_items"
 """Attribute of parameters that a client of the engine gives: a dict, for what its answers say of items, by output."""
 

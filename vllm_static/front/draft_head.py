@@ -8,7 +8,7 @@ from itemset.item_set import ItemSet
 from itemset.ranking.search import widest
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import StaticConfig
-from itemset.serving.request_fields import ListOptions
+from itemset.serving.front.request_fields import ListOptions
 from itemset.serving.wire import INLINE, MOST_LOGITS
 from vllm_static import compat
 
@@ -42,7 +42,7 @@ def drafting(vllm_config: Any, fingerprint: Callable[[], str], sets: Mapping[str
     fingerprint: of the model's tokenizer. sets: the registered ones. Raises ItemSetError for a file that is missing or
     damaged, of another model or tokenizer, or drafts none of the sets, and if no lists are made inside a step.
     """
-    from itemset.ranking.draft_head import DraftHead
+    from itemset.draft_head.head import DraftHead
 
     path = StaticConfig.of(vllm_config.additional_config).item_set_draft_head
     if path is None:

@@ -9,8 +9,8 @@ from typing import Any
 from vllm.logger import init_logger
 
 from itemset.serving.config import StaticConfig
-from itemset.serving.list_runner import OneRequest, Pace
-from itemset.serving.request import ItemRequest
+from itemset.serving.front.list_runner import OneRequest, Pace
+from itemset.serving.front.request import ItemRequest
 from itemset.serving.wire import EngineRequest, ListResult, ListSpec
 from vllm_static import compat
 

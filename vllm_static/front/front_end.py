@@ -12,17 +12,17 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar
 
 from itemset.errors import ItemSetError
-from itemset.serving.answer_fields import Expected
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import ModelLimits, StaticConfig, Words
-from itemset.serving.constraint import JSON, TAG, ExpectedItems
-from itemset.serving.front_end import FrontEndBase, ListJob
-from itemset.serving.http_bodies import body
-from itemset.serving.list_runner import Lists
-from itemset.serving.request import ItemRequest, Thought
-from itemset.serving.request_fields import BEAMS, REFERENCE
-from itemset.serving.sampler_limits import PARAMETERS, refuse_unsampled
-from itemset.serving.version_watcher import Follower, Send
+from itemset.serving.constraint import JSON, TAG
+from itemset.serving.front.answer_fields import Expected, ExpectedItems
+from itemset.serving.front.front_end import FrontEndBase, ListJob
+from itemset.serving.front.http_bodies import body
+from itemset.serving.front.list_runner import Lists
+from itemset.serving.front.request import ItemRequest, Thought
+from itemset.serving.front.request_fields import BEAMS, REFERENCE
+from itemset.serving.front.sampler_limits import PARAMETERS, refuse_unsampled
+from itemset.serving.front.version_watcher import Follower, Send
 from itemset.serving.wire import WIRE, EngineRequest, Tokens
 from vllm_static import compat
 from vllm_static.front.draft_head import drafting

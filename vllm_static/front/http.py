@@ -4,12 +4,22 @@ from typing import Any
 
 from itemset.embedded.rewrite import mentions
 from itemset.errors import shown
-from itemset.serving import http_bodies, lost_fields, request_fields
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.constraint import JSON, TAG
-from itemset.serving.lost_fields import constraints_of, disguised, holds_sets, refuse_loose_tools, refuse_lost
-from itemset.serving.request import ItemRequest, wants_draws, with_beams
-from itemset.serving.request_fields import BEAMS, CHOICE, DRAWS, GUIDED, REFERENCE, SELECTION, SLATE, STRUCTURED, XARGS
+from itemset.serving.front import http_bodies, lost_fields, request_fields
+from itemset.serving.front.lost_fields import constraints_of, disguised, holds_sets, refuse_loose_tools, refuse_lost
+from itemset.serving.front.request import ItemRequest, wants_draws, with_beams
+from itemset.serving.front.request_fields import (
+    BEAMS,
+    CHOICE,
+    DRAWS,
+    GUIDED,
+    REFERENCE,
+    SELECTION,
+    SLATE,
+    STRUCTURED,
+    XARGS,
+)
 from vllm_static import compat
 from vllm_static.front.front_end import follow
 from vllm_static.front.request import constraint_of, judge, put

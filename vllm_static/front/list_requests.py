@@ -18,10 +18,10 @@ from vllm.utils import random_uuid
 
 from itemset.ranking.scored_tree import Answer, Pass
 from itemset.ranking.search import Found, TokenScores, described
-from itemset.serving.answer_fields import item_logprobs, told_of
-from itemset.serving.http_bodies import body, no_body
-from itemset.serving.list_runner import AbortedError, run_together
-from itemset.serving.request import THOUGHT, ItemRequest
+from itemset.serving.front.answer_fields import item_logprobs, told_of
+from itemset.serving.front.http_bodies import body, no_body
+from itemset.serving.front.list_runner import AbortedError, run_together
+from itemset.serving.front.request import THOUGHT, ItemRequest
 from vllm_static import compat
 from vllm_static.v1 import model_runner
 
@@ -32,14 +32,14 @@ _NEAR = 8  # tokens before an item that its text may depend on
 
 class RankingParams(BeamSearchParams, kw_only=True):  # type: ignore[call-arg]
     """vLLM's BeamSearchParams with its word for a plugin's arguments: {"item_set": NAME}, and beside it
-    `itemset.serving.request_fields.OPTIONS`."""
+    `itemset.serving.front.request_fields.OPTIONS`."""
 
     extra_args: dict[str, Any] | None = None
 
 
 class DrawParams(RankingParams, kw_only=True):  # type: ignore[call-arg]
     """The same of draws, for `LLM.beam_search`: extra_args={"item_set": NAME, "draws": N}, and beside them
-    `itemset.serving.request_fields.DrawOptions`."""
+    `itemset.serving.front.request_fields.DrawOptions`."""
 
     beam_width: int = 1
 

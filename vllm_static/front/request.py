@@ -7,9 +7,9 @@ from typing import Any
 from vllm.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 
 from itemset.serving.constraint import EBNF, JSON, LARK, SLATE, TAG
-from itemset.serving.lost_fields import holds_sets, undisguised
-from itemset.serving.request import BENDING, UNSAID, ItemRequest, candidates, wants_candidates
-from itemset.serving.request_fields import DRAWN, LIST, OPTIONS, REFERENCE, STRUCTURED, WORDS
+from itemset.serving.front.lost_fields import holds_sets, undisguised
+from itemset.serving.front.request import BENDING, UNSAID, ItemRequest, candidates, wants_candidates
+from itemset.serving.front.request_fields import DRAWN, LIST, OPTIONS, REFERENCE, STRUCTURED, WORDS
 from itemset.serving.wire import WIRE, EngineRequest
 
 _READ = {*WORDS, *OPTIONS, *DRAWN, LIST}

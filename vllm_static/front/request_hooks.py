@@ -10,9 +10,9 @@ from typing import Any
 from itemset.errors import ItemSetError
 from itemset.serving import metrics
 from itemset.serving.config import start_up
+from itemset.serving.front.request import wants_candidates
+from itemset.serving.front.request_fields import REFERENCE, SLATE, STRUCTURED
 from itemset.serving.hooks import IMPORTED
-from itemset.serving.request import wants_candidates
-from itemset.serving.request_fields import REFERENCE, SLATE, STRUCTURED
 from vllm_static import compat
 from vllm_static.compat import hook
 from vllm_static.front import answers
@@ -265,6 +265,6 @@ async def _refused_late(way: Callable[..., Any], params: Any, place: answers.Pla
 @hook("starlette.requests:Request.json", when=IMPORTED, always=True)
 def _parse_body(original: Callable[..., Any], self: Any) -> Any:
     """An HTTP body is judged as soon as it is parsed, before anything is dropped, where our middleware asks for it."""
-    from itemset.serving import http_bodies
+    from itemset.serving.front import http_bodies
 
     return http_bodies.judged(original, self)

@@ -25,7 +25,6 @@ from vllm_static.worker.beam_kv import BeamKV, BeamMetadata, Prompt
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
 
 
-
 def try_out(runner: Any, first_block: int) -> str | None:
     """Run two passes of two rows, before other requests can share a step with them, and return why lists cannot be made
     in this engine; None if they can. first_block: as of `BeamKV`."""

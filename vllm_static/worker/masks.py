@@ -11,11 +11,11 @@ from vllm.logger import init_logger
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcessor, LogitsProcRequestState
 
 import itemset
+from itemset.draft_head.head import DraftHead
 from itemset.masking.arena import Arena, ArenaFullError, Arrivals, Place, check_tables
 from itemset.masking.arena_plan import Piece
 from itemset.masking.batch import COLUMNS, LOCAL, Batch
 from itemset.masking.slots import MAX_STOP_TOKENS, NO_SET, Slots, as_table, log_probs_of
-from itemset.ranking.draft_head import DraftHead
 from itemset.serving.catalogue import Catalogue
 from itemset.serving.config import StaticConfig
 from itemset.serving.wire import EngineRequest, Prepare, Stage, read

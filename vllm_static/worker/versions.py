@@ -5,7 +5,7 @@ from typing import Any
 
 from vllm.logger import init_logger
 
-from itemset.serving.version_rollout import or_reason
+from itemset.serving.engine.version_rollout import or_reason
 from itemset.serving.wire import Prepare, Stage
 from vllm_static import compat
 

@@ -27,7 +27,7 @@ def follow(original: Callable[..., Any], self: Any) -> None:
 
 
 def _follow(runner: Any) -> None:
-    from itemset.ranking.draft_head import DraftHead
+    from itemset.draft_head.head import DraftHead
 
     path = StaticConfig.of(runner.vllm_config.additional_config).item_set_draft_head
     if (processor := compat.item_sets(runner)) is not None:

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from itemset.serving.hooks import IMPORTED
-from itemset.serving.request_fields import LOGPROBS
-from itemset.serving.wire import read
+from itemset.serving.wire import LOGPROBS, read
 from vllm_static.compat import hook
 
 

@@ -18,7 +18,7 @@ import msgspec
 from itemset.errors import ItemSetError
 
 if TYPE_CHECKING:  # it imports metrics, which have to wait until the engine has started
-    from itemset.serving.version_watcher import Follower
+    from itemset.serving.front.version_watcher import Follower
 
 _MIDDLEWARE = "item_set_middleware"
 """Where a scope has the middleware that checks its body: a process may run other apps as well."""

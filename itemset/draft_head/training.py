@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from itemset.draft_head.head import DraftHead
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
-from itemset.ranking.draft_head import DraftHead
 from itemset.text import identify
 
 Items = Sequence[Sequence[int]]

@@ -21,8 +21,8 @@ from itemset.ranking.search import Found, Item, Rounds, Search, Width, described
 from itemset.serving import metrics
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import StaticConfig, Words
-from itemset.serving.request import ItemRequest
-from itemset.serving.request_fields import APPROXIMATE, DRAWS, IMPORTANCE, REPLACE, DrawOptions, ListOptions
+from itemset.serving.front.request import ItemRequest
+from itemset.serving.front.request_fields import APPROXIMATE, DRAWS, IMPORTANCE, REPLACE, DrawOptions, ListOptions
 from itemset.serving.wire import EngineRequest, ListResult, ListSpec, NoList
 
 SHARE_BESIDE = 32  # of the engine's seats, the part that lists take beside other requests

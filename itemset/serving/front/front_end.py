@@ -11,16 +11,16 @@ from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
 from itemset.ranking.search import Rounds
 from itemset.serving import metrics
-from itemset.serving.admission import Checks
-from itemset.serving.answer_fields import Expected
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import ModelLimits, StaticConfig, Words
-from itemset.serving.constraint import Constraint, ExpectedItems
-from itemset.serving.embedded_sets import Constraints
-from itemset.serving.list_runner import OneRequest, search_for
-from itemset.serving.request import ItemRequest
-from itemset.serving.request_fields import LIST_AFTER, wrong_type
-from itemset.serving.version_watcher import Follower
+from itemset.serving.constraint import Constraint
+from itemset.serving.front.admission import Checks
+from itemset.serving.front.answer_fields import Expected, ExpectedItems
+from itemset.serving.front.embedded_sets import Constraints
+from itemset.serving.front.list_runner import OneRequest, search_for
+from itemset.serving.front.request import ItemRequest
+from itemset.serving.front.request_fields import LIST_AFTER, wrong_type
+from itemset.serving.front.version_watcher import Follower
 from itemset.serving.wire import INLINE, EngineRequest, HolesSpec, Tokens
 from itemset.text import encode
 

@@ -21,8 +21,8 @@ from itemset.select.filters import check_size, digits
 from itemset.select.views import View, view, view_from_bytes
 from itemset.serving.catalogue import OVERHEAD, Catalogue, InlineSet, RefusedError
 from itemset.serving.config import ModelLimits, StaticConfig, Words
-from itemset.serving.request import ItemRequest
-from itemset.serving.request_fields import EXCLUDE, FILTER, ONLY
+from itemset.serving.front.request import ItemRequest
+from itemset.serving.front.request_fields import EXCLUDE, FILTER, ONLY
 from itemset.serving.wire import INLINE, part_reference
 from itemset.text import BATCH, Escape, encode, named
 from itemset.trie.rows import MAX_ITEM_TOKENS, Rows

@@ -20,9 +20,9 @@ import msgspec
 from itemset import published
 from itemset.errors import ItemSetError
 from itemset.serving import metrics
-from itemset.serving.admission import Checks
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import StaticConfig
+from itemset.serving.front.admission import Checks
 from itemset.serving.private_copies import delete_unused
 from itemset.serving.wire import Answer, Drop, Message, Prepare, Stage
 

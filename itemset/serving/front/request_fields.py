@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from itemset.errors import shown
+from itemset.serving import wire
 from itemset.serving.catalogue import RefusedError
 
 REFERENCE = "item_set"
@@ -33,10 +34,9 @@ MOST_CANDIDATES = 64
 LEAST_TEMPERATURE = 1e-6  # of draws: float32 holds an item's log-probability over it, and some digits
 RACE_BEAMS, FEWEST_BEAMS = 16, 4  # of a race with replacement: by default, and as many as it takes at least
 WEIGHT = "return_set_weight"
-"""Asks a sampled answer for the probability of its set along the way: see `itemset.serving.answer_fields.Expected`."""
+"""Asks a sampled answer for the probability of its set along the way: see `answer_fields.Expected`."""
 
-LOGPROBS = "item_logprobs"
-"""Asks every candidate for log q and log p of each of its tokens: see `itemset.serving.answer_fields.item_logprobs`."""
+LOGPROBS = wire.LOGPROBS
 LIST = "list"
 """In the parameters of `generate`: its `n` candidates are the n best items. DRAWS there may be true: n draws. Beside
 LIST_AFTER: how many items the list has."""

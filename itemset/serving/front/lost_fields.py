@@ -17,11 +17,11 @@ from pydantic import BaseModel
 from itemset.embedded.placement import EBNF_SET, NAMED, NO_SCHEMAS, means_set, says_set
 from itemset.embedded.rewrite import Marker, mentions
 from itemset.errors import ItemSetError, shown
-from itemset.serving import request_fields
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.constraint import EBNF, JSON, SLATE, SMALL, TAG
+from itemset.serving.front import request_fields
 
-from itemset.serving.request_fields import (  # isort: skip
+from itemset.serving.front.request_fields import (  # isort: skip
     CHOICE, COMPARED, EXTRAS, GUIDED, PARAMS, REFERENCE, STRUCTURED, at, nearest, objects,
 )  # fmt: skip
 

@@ -7,8 +7,8 @@ from typing import Any
 from itemset.errors import ItemSetError
 from itemset.serving.catalogue import Catalogue, InlineSet, Opened, RefusedError
 from itemset.serving.config import ModelLimits, StaticConfig, Words
-from itemset.serving.inline import Chosen, InlineTexts
-from itemset.serving.request import ItemRequest
+from itemset.serving.front.inline import Chosen, InlineTexts
+from itemset.serving.front.request import ItemRequest
 from itemset.serving.warm_up import compile_all
 from itemset.serving.wire import INLINE, name_of
 from itemset.text import fingerprint

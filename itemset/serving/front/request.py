@@ -6,10 +6,10 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from itemset.errors import shown
-from itemset.serving import request_fields as fields
 from itemset.serving.catalogue import InlineSet, RefusedError
+from itemset.serving.front import request_fields as fields
 
-from itemset.serving.request_fields import (  # isort: skip
+from itemset.serving.front.request_fields import (  # isort: skip
     BEAMS, DRAWS, LIST, LIST_AFTER, LOGPROBS, REFERENCE, SLATE, WEIGHT, DrawOptions, ListOptions, wrong_type,
 )  # fmt: skip
 from itemset.serving.wire import WIRE

@@ -18,11 +18,11 @@ from itemset.embedded.placement import Marked, Place
 from itemset.embedded.rewrite import Marker
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
-from itemset.serving.admission import Checks
 from itemset.serving.catalogue import InlineSet, RefusedError
 from itemset.serving.constraint import JSON, LARK, SLATE, SMALL, TAG, Constraint, SetHole
-from itemset.serving.lost_fields import is_small, may_hold
-from itemset.serving.request import ItemRequest
+from itemset.serving.front.admission import Checks
+from itemset.serving.front.lost_fields import is_small, may_hold
+from itemset.serving.front.request import ItemRequest
 from itemset.text import Escape, continues
 
 _MARKED, _LONGEST_KEPT = 8 << 20, 1 << 18  # characters of the constraints whose marks are kept, and of one

@@ -1,0 +1,67 @@
+"""The grammars of constraints with item sets in them, where the engine walks them."""
+
+import json
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from weakref import WeakValueDictionary
+
+import xgrammar
+
+from itemset.embedded.composite_grammar import Composite
+from itemset.embedded.holes import Hole, Items, Once, Vocabulary
+from itemset.item_set import ItemSet
+from itemset.serving.constraint import ENVELOPE, SMALL, hole
+
+Sets = Callable[[str], ItemSet]
+"""Returns a set by its reference."""
+Compiled = tuple[Vocabulary, xgrammar.CompiledGrammar, list[Hole]]
+
+
+class SharedGrammar(Once[Compiled]):
+    """What all requests with the same constraint share."""
+
+    def begin(self, stop_token_ids: Iterable[int]) -> Composite:
+        """Return a request's own place in it. It must outlive the request's."""
+        return Composite(*self.get(), stop_token_ids)
+
+
+class Grammars:
+    """The grammars of constraints, in one engine core or scheduler. Safe for threads."""
+
+    def __init__(self, vocabulary: Callable[[], Vocabulary]) -> None:
+        """vocabulary: makes the model's, once it is asked for."""
+        self._vocabulary, self._lock = Once(vocabulary), threading.Lock()
+        self._large = ThreadPoolExecutor(1, "item-holes-large")
+        self._items: WeakValueDictionary[str, Items] = WeakValueDictionary()
+        self._shared: WeakValueDictionary[str, SharedGrammar] = WeakValueDictionary()
+
+    def threads(self, spec: str) -> ThreadPoolExecutor | None:
+        """Return where a constraint is compiled that may take xgrammar long: it waits for its like alone. None for a
+        small one, which the engine's own threads compile."""
+        return self._large if len(spec) > SMALL else None
+
+    def get(self, spec: str, sets: Sets) -> SharedGrammar:
+        """Return the grammar of a constraint, compiled: once for all requests that have it at a time.
+
+        spec: `Constraint.spec()`. Raises RuntimeError as xgrammar does, and as `sets` does.
+        """
+        with self._lock:
+            if (shared := self._shared.get(spec)) is None:
+                self._shared[spec] = shared = SharedGrammar(lambda: self._compiled(spec, sets))
+        shared.get()
+        return shared
+
+    def _compiled(self, spec: str, sets: Sets) -> Compiled:
+        vocabulary, (grammar, given) = self._vocabulary.get(), json.loads(spec.removeprefix(ENVELOPE))
+        holes = [
+            hole(vocabulary, self._of(reference, sets), closers.encode("latin-1"), *group)
+            for reference, closers, *group in given
+        ]
+        return vocabulary, vocabulary.compile(grammar), holes
+
+    def _of(self, reference: str, sets: Sets) -> Items:
+        with self._lock:
+            if (items := self._items.get(reference)) is None:
+                self._items[reference] = items = Items(sets(reference))
+            return items

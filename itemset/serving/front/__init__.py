@@ -1,0 +1,1 @@
+"""Front-end processes: requests are judged, checked and answered."""

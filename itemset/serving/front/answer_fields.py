@@ -1,0 +1,156 @@
+"""Which item an answer is: what a front end keeps of a request with a set, and reads the answer's tokens with."""
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from itemset.embedded.composite_grammar import Composite, Found
+from itemset.embedded.holes import Items, Vocabulary
+from itemset.item_set import ItemSet
+from itemset.serving.catalogue import Catalogue
+from itemset.serving.constraint import JSON, Constraint, hole
+from itemset.serving.wire import INLINE, LOGPROBS, name_of
+
+FIELDS = ("item", "items", LOGPROBS)
+"""What an answer says of items: which it is, or which it holds, and its tokens' log-probabilities."""
+
+_JSON_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|[{}\[\],:]|[^\s{}\[\],:"]+', re.DOTALL)
+_NAME = re.compile(r"[A-Za-z_]\w*")
+
+Logs = tuple[Sequence[float], Sequence[float]]
+"""log p and log q of each token of an answer: by the model, and inside the set."""
+
+
+def told_of(output: Any) -> dict[str, Any]:
+    """Those of the fields that an engine's output has."""
+    return {name: getattr(output, name) for name in FIELDS if hasattr(output, name)}
+
+
+@dataclass(frozen=True)
+class Expected:
+    """One request's set.
+
+    stop_tokens: at which the request ends; none of them occurs in an item. content: what of the output comes after the
+    reasoning, None where there is none. of_set: `Catalogue.version_fields`. weighed: see `ItemRequest`.
+    """
+
+    item_set: ItemSet
+    stop_tokens: frozenset[int]
+    content: Callable[[Sequence[int]], Sequence[int]] | None = None
+    of_set: Mapping[str, str] = field(default_factory=dict)
+    weighed: str = ""
+
+    def answer_fields(self, tokens: Sequence[int], *, cut: bool, logs: Logs = ((), ())) -> dict[str, Any]:
+        """What an answer says: its item. cut: whether it was aborted; a stop string may end an item.
+
+        logs: of a weighed answer, not finite if the engine could not tell. Their difference is the logarithm of the
+        legal mass, the model's probability of all tokens allowed there, and the sum of that the item's `set_weight`.
+        """
+        item = None if cut else self.item(tokens)
+        if self.weighed == LOGPROBS:
+            return {"item": item, LOGPROBS: item_logprobs(*logs)}
+        if item is not None and self.weighed:
+            weight = math.fsum(logs[0]) - math.fsum(logs[1])
+            item["set_weight"] = weight if math.isfinite(weight) else None
+        return {"item": item}
+
+    def begun(self, tokens: Sequence[int]) -> bool:
+        """Whether the answer's item has begun: before it there may be reasoning."""
+        return self.content is None or len(self.content(tokens)) > 0
+
+    def item(self, tokens: Sequence[int]) -> dict[str, Any] | None:
+        """What an answer says of its item, {"key": ...} and more; None if it did not end at an item's end: where a stop
+        token follows, or nothing else could. tokens: the whole output, with `ignore_eos` with many stop tokens."""
+        tokens = tokens if self.content is None else self.content(tokens)
+        end = len(tokens)
+        while end and tokens[end - 1] in self.stop_tokens:
+            end -= 1
+        if not end or (item := self.item_set.find(tokens[:end])) is None:
+            return None
+        key, is_prefix = item
+        return None if is_prefix and end == len(tokens) else {"key": key, **self.of_set}
+
+
+def item_logprobs(log_p: Sequence[float], log_q: Sequence[float]) -> dict[str, list[float]] | None:
+    """What a candidate says of its tokens, the end token too: log q, by which sampling inside the set draws each of
+    them, and log p, the model's own over the vocabulary. None if the engine could not tell."""
+    known = all(map(math.isfinite, (*log_p, *log_q)))
+    return {"log_q": list(log_q), "log_p": list(log_p)} if known else None
+
+
+@dataclass(frozen=True)
+class ExpectedItems:
+    """What a front end keeps of a request whose constraint has holes, and reads the answer's tokens with.
+
+    The rest is as for `Expected`.
+    """
+
+    constraint: Constraint
+    vocabulary: Vocabulary
+    catalogue: Catalogue
+    stop_tokens: frozenset[int]
+    content: Callable[[Sequence[int]], Sequence[int]] | None = None
+
+    weighed = ""
+
+    def answer_fields(self, tokens: Sequence[int], *, cut: bool, logs: Logs = ((), ())) -> dict[str, Any]:
+        """What an answer says of its items: a list, in their order. cut: whether it was aborted."""
+        tokens = tokens if self.content is None else self.content(tokens)
+        holes = [
+            hole(self.vocabulary, Items(one.made.item_set), one.closers, one.place.group, one.place.begins)
+            for one in self.constraint.holes
+        ]
+        composite = Composite(self.vocabulary, self.constraint.compiled, holes, self.stop_tokens)
+        composite.read(tokens)
+        text = b"".join(self.vocabulary.bytes[token] for token in tokens if 0 <= token < self.vocabulary.size)
+        paths = json_paths(text) if self.constraint.kind == JSON else {}
+        return {"items": [self._item(one, text, paths.get(one.begin)) for one in composite.found]}
+
+    def _item(self, found: Found, text: bytes, path: str | None) -> dict[str, Any]:
+        hole = self.constraint.holes[found.hole]
+        keys = hole.made.item_set.keys_of([found.tokens])[0]
+        shown = text[found.begin : found.end].decode("utf-8", "replace")
+        if hole.place.quoted:
+            shown = json.loads(f'"{shown}"', strict=False)
+        where = {} if path is None else {"path": path}
+        named = {} if hole.made.reference.startswith(INLINE) else {"set": name_of(hole.made.reference)}
+        told = self.catalogue.version_fields(hole.made.reference)
+        return {**where, "text": shown, **named, "key": keys[0], "keys": keys, **told}
+
+
+def json_paths(text: bytes) -> dict[int, str]:
+    """Return of each string in a JSON text, or in the beginning of one, its path: `$.films[0]`.
+
+    By where its content begins, in bytes. Keys of objects have none.
+    """
+    found: dict[int, str] = {}
+    above: list[list[str | int | None]] = []  # of each open object the key, of each array the place
+    is_key = False
+    for match in _JSON_TOKEN.finditer(text):
+        token = match[0]
+        if token in (b"{", b"["):
+            above.append([None if token == b"{" else 0])
+            is_key = token == b"{"
+        elif token in (b"}", b"]"):
+            if above:
+                above.pop()
+        elif token == b",":
+            is_key = bool(above) and not isinstance(above[-1][0], int)
+            if above and isinstance(place := above[-1][0], int):
+                above[-1][0] = place + 1
+        elif token == b":":
+            is_key = False
+        elif token.startswith(b'"'):
+            if is_key:
+                above[-1][0] = json.loads(token)
+            else:
+                found[match.start() + 1] = "$" + "".join(_step(one[0]) for one in above)
+    return found
+
+
+def _step(key: str | int | None) -> str:
+    key = "" if key is None else key
+    return f".{key}" if _NAME.fullmatch(str(key)) else f"[{json.dumps(key, ensure_ascii=False)}]"

@@ -34,8 +34,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import itemset
 from itemset.adapters.decode_loop import beam_search, draft_search
 from itemset.adapters.huggingface import draft_states
+from itemset.devices import Arena, room_for
 from itemset.draft_head import DraftHead
-from itemset.masking.arena import Arena, room_for
 
 WIDTHS = (10, 64)
 K = 10

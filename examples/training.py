@@ -39,7 +39,7 @@ from transformers import AutoModelForCausalLM
 import itemset
 from itemset.adapters.decode_loop import beam_search
 from itemset.adapters.huggingface import ItemSetLogitsProcessor
-from itemset.masking.arena import Arena, room_for
+from itemset.devices import Arena, room_for
 from itemset.training import legal_log_probs
 
 WAYS = {"unconstrained": None, "log p": None, "log q": 0.0, "log q + 0.1 log m": 0.1}

@@ -36,7 +36,8 @@ def main(model: str, folder: Path) -> list[tuple[float, float]]:
     from trl import GRPOConfig, GRPOTrainer
     from trl.generation import vllm_generation
 
-    from itemset.adapters.trl import LegalLogProbs
+    sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
+    from trl_item_sets import LegalLogProbs
 
     def sync(self: Any) -> None:
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": list(self._iter_named_params())})

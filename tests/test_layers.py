@@ -28,6 +28,7 @@ ALLOWED = {
     "serving": "errors text storage trie item_set opening select published masking ranking embedded",
     "training": "errors trie item_set ranking",
     "draft_head": "errors text trie item_set masking ranking",
+    "devices": "masking ranking",
     "adapters": "errors trie item_set masking ranking draft_head training",
     "__init__": "errors trie item_set opening select building",
     "cli": "errors text storage trie item_set published building draft_head __init__",

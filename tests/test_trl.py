@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer
 
 import itemset
-from itemset.adapters.trl import LegalLogProbs, item_rollout
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
+from trl_item_sets import LegalLogProbs, item_rollout
 
 VOCABULARY, STEPS = 200, 3
 

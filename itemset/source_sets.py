@@ -31,13 +31,13 @@ from itemset.errors import ItemSetError
 from itemset.published import POINTER
 from itemset.serving.private_copies import folder_of
 from itemset.storage import SourceFile, file_at, is_uri, locked
-from itemset.text import fingerprint, load_tokenizer
+from itemset.text import decode, fingerprint, load_tokenizer
 from itemset.trie.attributes import kind_of
 from itemset.trie.file import FORMAT, MAGIC
 
 KEPT_SECONDS = 30 * 24 * 3600  # that an index stays after a server was last started with it
 _WORDS = ("column", "key", "attribute", "prefix", "escape", *WORDS, "keys_repeat")  # options of `itemset build`
-RULES = 2  # of how files are judged: an index that others have made is built anew
+RULES = 3  # of how files are judged: an index that others have made is built anew
 
 Tokenizer = str | Callable[[], Any]
 """The folder or Hugging Face name of the model's tokenizer, or what loads it as the engine does."""
@@ -178,6 +178,9 @@ def _built(name: str, path: str, words: dict[str, list[str]], tokenizer: Callabl
         folded = f" ({made.duplicates:,} equal ones folded)" if made.duplicates else ""
         typed = ", ".join(f"{one.name} ({kind_of(one.type)})" for one in made.attributes.schema)
         say(f"item set {name!r}: {took}{folded}" + (f"; attributes {typed}" if typed else ""))
+        item = next(iter(made.items()))
+        shown = decode([int(token) for token in item], args.tokenizer)
+        say(f"item set {name!r}: such as {shown!r:.80} of {len(item)} tokens, key {made.keys_of([item])[0][0]!r}")
     return str(index)
 
 

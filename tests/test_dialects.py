@@ -66,6 +66,21 @@ def test_two_delimiters_that_fit_are_asked_for(tmp_path: Path, text: str) -> Non
     assert names_in(file_at(path), Dialect(delimiter=delimiter))[0] == first.split(delimiter)
 
 
+@pytest.mark.parametrize(
+    ("text", "texts"),
+    [
+        ("sku, name\nA1, Kite\nA2, Ball\n", ["Kite", "Ball"]),
+        ('sku, name\nA1, "Kite, red"\nA2, "Ball"\n', ["Kite, red", "Ball"]),
+        ("sep=;\nsku; name\nA1; Kite\nA2; Ball\n", ["Kite", "Ball"]),
+        ("sku,name\nA1, Kite\nA2, Ball\n", [" Kite", " Ball"]),  # no header is written so: the spaces are the items'
+    ],
+)
+def test_a_space_after_each_delimiter_is_no_part_of_a_field(tmp_path: Path, text: str, texts: list[str]) -> None:
+    path = write(tmp_path / "a.csv", text)
+    assert read(path, column="name", key="sku").texts == texts
+    assert ("and spaces" in taken(path)) == (texts[0][0] != " ")
+
+
 TEXTS = ['"A" is for "Alibi"', '"Unclosed', 'Say "hi"', '"Whole"', '5" disk']
 
 

@@ -170,6 +170,7 @@ def test_what_was_taken_is_said(folder, opened, capsys):
     said = capsys.readouterr().err
     assert "--column=Name --key=SKU, separated by semicolons, a header, quotes as csv, utf-8" in said
     assert "; attributes Price (string), Sold (string)" in said
+    assert "such as 'Ball' of " in said
     opened(f"{folder}/films.csv?key=")
     assert "no column has the keys, row numbers are the keys" in capsys.readouterr().err
 

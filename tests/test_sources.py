@@ -255,6 +255,26 @@ def test_json_without_objects(tmp_path):
     assert "row 1 is no JSON object" in refusal(write(tmp_path / "a.jsonl", "\n\n"))
 
 
+@pytest.mark.parametrize(
+    "lines", ["[1, 2]\n[3]\n", '["<a_1>", "<b_2>"]\n["<a_1>"]\nx\n', "(5, 6)\n(7, 8)\n", "[5 6]\n"]
+)
+def test_lists_written_as_lines_are_no_texts(tmp_path, lines):
+    assert "are lists written as text: save them as a column" in refusal(write(tmp_path / "a.txt", lines))
+
+
+def test_titles_in_brackets_are_texts(tmp_path):
+    titles = ["[REC]", "(500) Days", "[untitled]", "(1)x"]
+    assert read(write(tmp_path / "a.txt", "".join(f"{one}\n" for one in titles))).texts == titles
+
+
+def test_nan_in_json_is_a_missing_value(tmp_path):
+    rows = '{"t": "a", "p": NaN}\n{"t": "b", "p": 2.5}\n{"t": "c", "p": -Infinity}\n'
+    for name, text in (("a.jsonl", rows), ("a.json", f"[{','.join(rows.splitlines())}]")):
+        found = read(write(tmp_path / name, text), column="t", attributes=["p"])
+        assert found.texts == ["a", "b", "c"]
+        assert found.attributes["p"].to_pylist() == [None, 2.5, None]
+
+
 def test_bad_txt(tmp_path):
     assert "line 3 is blank" in refusal(write(tmp_path / "a.txt", "a\nb\n\nc\n"))
     assert "line 2 is blank" in refusal(write(tmp_path / "a.txt", "a\n \t\r\nc\n"))

@@ -32,7 +32,8 @@ class Dialect:
     """How a table is written; what is None is judged by the file.
 
     quotes: "csv" if fields may stand in quotes, "text" if a quote is a character like others. header: whether the first
-    line has the columns' names. names: of the columns. skipped: lines before the table (`sep=;`).
+    line has the columns' names. names: of the columns. skipped: lines before the table (`sep=;`). spaced: whether a
+    space after a delimiter is no part of a field, because one stands after each.
     """
 
     delimiter: str | None = None
@@ -41,6 +42,7 @@ class Dialect:
     encoding: str | None = None
     names: tuple[str, ...] = ()
     skipped: int = 0
+    spaced: bool = False
 
     @staticmethod
     def of(words: Mapping[str, str | None]) -> "Dialect":
@@ -58,6 +60,7 @@ class Dialect:
 
     def __str__(self) -> str:
         delimiter, header = _DELIMITERS.get(self.delimiter or "", self.delimiter), "a" if self.header else "no"
+        delimiter = f"{delimiter} and spaces" if self.spaced else delimiter
         return f"separated by {delimiter}, {header} header, quotes as {self.quotes}, {self.encoding}"
 
     def rows(self, text: Any) -> Iterator[list[str]]:
@@ -69,7 +72,7 @@ class Dialect:
         if len(delimiter) > 1:
             lines, delimiter = map(methodcaller("replace", delimiter, _INSIDE), lines), _INSIDE
         quoting: Literal[0, 3] = csv.QUOTE_NONE if self.quotes == "text" else csv.QUOTE_MINIMAL
-        return csv.reader(lines, delimiter=delimiter, quoting=quoting, strict=True)
+        return csv.reader(lines, delimiter=delimiter, quoting=quoting, skipinitialspace=self.spaced, strict=True)
 
 
 JUDGED = Dialect()
@@ -100,6 +103,10 @@ def dialect_of(source: SourceFile, given: Dialect, wanted: Sequence[str] = ()) -
     dialect, kind = replace(given, encoding=encoding), format_of(source)
     if (first := re.fullmatch(r'"?sep=(.)"?[\r\n]*', lines[0] if lines else "")) is not None:
         dialect, lines = replace(dialect, skipped=1, delimiter=given.delimiter or first[1]), lines[1:]
+    if kind == ".csv" and len(lines) > 1:
+        usual = dialect.delimiter or ","
+        spaced = all(usual in line and line.count(usual) == line.count(f"{usual} ") for line in lines if line.strip())
+        dialect = replace(dialect, spaced=spaced)
     if dialect.delimiter is None:
         dialect = replace(dialect, delimiter=_delimiter(source, lines, kind, dialect))
     if dialect.quotes is None:

@@ -1,8 +1,10 @@
 """The named columns of a table in a file, as they stand there: delimited text, JSON, Parquet, NumPy archives."""
 
 import csv
+import json
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, cast
 
@@ -112,12 +114,19 @@ def _object(source: SourceFile, line: bytes, row: int, decode: Any, faults: Faul
     try:
         return decode(line)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        with suppress(ValueError, msgspec.MsgspecError):
+            return decode(_without_nan(line))
         try:
             line.decode()
             faults.add(f"{source}, row {row} is no JSON object on one line: {error}")
         except UnicodeDecodeError:
             faults.add(f"{source}, row {row} {not_decoded('utf-8')}")
         return None
+
+
+def _without_nan(data: bytes) -> bytes:
+    """Return JSON with null for the NaN and Infinity that Python and pandas write. Raises ValueError for no JSON."""
+    return msgspec.json.encode(json.loads(data, parse_constant=lambda _: None))
 
 
 def _document(source: SourceFile) -> list[dict[str, Any]] | None:
@@ -132,7 +141,10 @@ def _document(source: SourceFile) -> list[dict[str, Any]] | None:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         if "trailing characters" in str(error):
             return None
-        raise ItemSetError(f"{source} is no JSON: {error}") from error
+        try:
+            given = msgspec.json.decode(_without_nan(data))
+        except ValueError:
+            raise ItemSetError(f"{source} is no JSON: {error}") from error
     return as_rows(given, str(source))
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from itemset.building.columns import READERS, Table, is_tabular
+from itemset.building.columns import READERS, Table, as_list, is_tabular
 from itemset.building.dialects import JUDGED, Dialect
 from itemset.building.items import Items, joined_items
 from itemset.building.readers import BLOCK_BYTES
@@ -136,6 +136,11 @@ def _read_txt(file: SourceFile, dialect: Dialect, faults: Faults) -> Iterator[It
             except UnicodeDecodeError:
                 faults.add(f"{file}, line {number} {not_decoded('utf-8')}")
         before += len(lines)
+        if first == 1 and 2 * sum(text[0] in "[(" and as_list(text) is not None for text in texts) > len(texts):
+            raise ItemSetError(
+                f"{file}: its lines, such as {texts[0]:.60}, are lists written as text: save them as a column of a "
+                "table (.csv, .jsonl, .parquet), where they are read as lists"
+            )
         if texts:
             yield Items(texts=texts, done=done, place=f"{file}, line {{}}", first=first)
 

@@ -114,12 +114,14 @@ class StaticBackend(StructuredOutputBackend):
             self._take_holes(request, carried.holes)
             return False
         assert carried.item_set is not None
+        constraint: Any = request.structured_output_request
         made = self._catalogue.receive(carried.item_set)
         carried = carried.but(item_set=made.ref)  # requests that run with the same set share its bytes
         on_device = self._device is not None and self._device.claim(manager, request, made.item_set, carried)
         if carried.after is not None:
             ranked = on_device and carried.ranked is not None
-            self.thinking[request.request_id], is_free = thoughts.begin(request, *carried.after, ranked=ranked)
+            begun = thoughts.begin(request, constraint, *carried.after, ranked=ranked)
+            self.thinking[request.request_id], is_free = begun
             return is_free
         if not on_device:
             params.extra_args = {**params.extra_args, WIRE: carried.but(item_set=SetRef(made.reference))}

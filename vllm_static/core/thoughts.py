@@ -17,12 +17,14 @@ class Thinking(NamedTuple):
     params: Any
 
 
-def begin(request: Any, marker: Tokens, then: Tokens, *, ranked: bool) -> tuple[Thinking, bool]:
+def begin(
+    request: Any, constraint: Any, marker: Tokens, then: Tokens, *, ranked: bool
+) -> tuple[Thinking, bool]:  # fmt: skip
     """Make a thought a request of vLLM's own. Return it, and whether it is under no constraint.
 
-    ranked: whether it goes on as one for a list, whose set has a place now.
+    constraint: the StructuredOutputRequest that it came with. ranked: whether it goes on as one for a list, whose set has a place now.
     """
-    constraint, extra, params = request.structured_output_request, request.sampling_params.extra_args, None
+    extra, params = request.sampling_params.extra_args, None
     if ranked:
         params = compat.list_params(extra[WIRE])
         params.structured_outputs = None

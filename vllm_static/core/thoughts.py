@@ -22,7 +22,8 @@ def begin(
 ) -> tuple[Thinking, bool]:  # fmt: skip
     """Make a thought a request of vLLM's own. Return it, and whether it is under no constraint.
 
-    constraint: the StructuredOutputRequest that it came with. ranked: whether it goes on as one for a list, whose set has a place now.
+    constraint: the StructuredOutputRequest that it came with. ranked: whether it goes on as one for a list, whose set
+        has a place now.
     """
     extra, params = request.sampling_params.extra_args, None
     if ranked:

@@ -19,7 +19,6 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 """A text or token ids for /v1/completions, or messages for /v1/chat/completions."""
 Sets = str | list[str]
 """The name of a registered set, or a list of texts."""
-WIDTH = 64  # beams of a list: as many as find nearly all of the best (docs/benchmarks.md, "Ranked lists")
 Model = TypeVar("Model", bound="BaseModel")
 Result = TypeVar("Result")
 
@@ -73,14 +72,14 @@ def rank(
     client: "AsyncOpenAI", item_set: Sets, prompt: Prompt, n: int = 10, **options: Any
 ) -> Awaitable[list[Item]]: ...
 def rank(client: Any, item_set: Sets, prompt: Prompt, n: int = 10, **options: Any) -> Any:
-    """Return the n best items of a set that a beam of 64 finds, or of n, by the model's own probabilities, best first:
+    """Return the n best items of a set that a beam of 64 finds, or of n if that is more, by the model's probabilities, best first:
     `list[Item]`. `exact=True` proves that there are no better ones.
 
     item_set: the name of a registered set, or a list of texts. n: items; fewer if the set has fewer. options: those of
     a ranked list (`width`, `exact`, `renormalised`, ...), what chooses among the items (`item_filter`, `exclude_keys`,
     `only_keys`), and arguments of the client's call (`model`).
     """
-    words = _named(item_set) | {"use_beam_search": True, "n": n, "width": max(n, WIDTH)}
+    words = _named(item_set) | {"use_beam_search": True, "n": n}
     return _asked(client, prompt, words, options, _items)
 
 

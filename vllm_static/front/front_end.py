@@ -154,7 +154,7 @@ class FrontEnd(FrontEndBase):
                 "list adds log-probabilities up: start it with raw_logprobs",
                 BEAMS,
             )
-        placeholders: tuple[int, ...] = ()
+        placeholders, asked = tuple[int, ...](), self.with_beams(asked)
         if self._drafting is not None and asked.ranked is not None:
             made = self.checks.made(asked)
             if self._drafting.drafts(made.reference, made.item_set, asked.ranked):

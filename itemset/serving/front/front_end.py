@@ -127,6 +127,14 @@ class FrontEndBase:
             metrics.REQUESTS.labels(metrics.label(one.reference)).inc()
         return carried
 
+    def with_beams(self, asked: ItemRequest) -> ItemRequest:
+        """Give a list its beams, as many as usual if it does not say how many. Raises RefusedError as `Checks.made`."""
+        if asked.ranked is None:
+            return asked
+        most, items = self.config.ranked_list_limit, len(self.checks.made(asked).item_set)
+        most = most if self.one_request.widest is None else min(most, self.one_request.widest)
+        return replace(asked, ranked=asked.ranked.with_beams(items, most))
+
     def begin_list(
         self, asked: ItemRequest, end_token: int, *, prompt_tokens: int, after: int, **options: Any
     ) -> ListJob:
@@ -135,6 +143,7 @@ class FrontEndBase:
         after: context tokens that must stay free after an item. options: of `OneRequest.spec`. Raises RefusedError if
         the list may not be so long, or an item has no room in the context, and as `Checks.made` does.
         """
+        asked = self.with_beams(asked)
         made, choices = self.checks.made(asked), asked.ranked or asked.drawn
         assert choices is not None
         self.checks.request(made, prompt_tokens=prompt_tokens, min_tokens=0, stop_tokens=[end_token], after=after)

@@ -32,6 +32,7 @@ IMPORTANCE = "importance"
 """Of `draw`, the value that is not the default."""
 MOST_CANDIDATES = 64
 LEAST_TEMPERATURE = 1e-6  # of draws: float32 holds an item's log-probability over it, and some digits
+USUAL_BEAMS = 64  # of a list: as many as find nearly all of the best (docs/benchmarks.md, "Ranked lists")
 RACE_BEAMS, FEWEST_BEAMS = 16, 4  # of a race with replacement: by default, and as many as it takes at least
 WEIGHT = "return_set_weight"
 """Asks a sampled answer for the probability of its set along the way: see `answer_fields.Expected`."""
@@ -189,6 +190,12 @@ class ListOptions(_Options, frozen=True):
     def scored_end(self, end_token: int) -> int | None:
         """The end token that counts in the scores, if any does."""
         return None if self.without_end else end_token
+
+    def with_beams(self, items: int, most: int) -> Self:
+        """Give a list of a set with this many items the beams that it has unless it says otherwise, at most `most`."""
+        if self.width is not None or self.exact:
+            return self
+        return msgspec.structs.replace(self, width=max(self.k, min(USUAL_BEAMS, items, most)))
 
     @property
     def beam(self) -> int | tuple[int, ...]:

@@ -72,8 +72,8 @@ def rank(
     client: "AsyncOpenAI", item_set: Sets, prompt: Prompt, n: int = 10, **options: Any
 ) -> Awaitable[list[Item]]: ...
 def rank(client: Any, item_set: Sets, prompt: Prompt, n: int = 10, **options: Any) -> Any:
-    """Return the n best items of a set by the model's own probabilities, best first, as a beam of 64 finds them, or of n
-    if that is more: `list[Item]`. `exact=True` proves that there are no better ones.
+    """Return the n best items of a set by the model's own probabilities, best first, as a beam of 64 finds them, or of
+    n if that is more: `list[Item]`. `exact=True` proves that there are no better ones.
 
     item_set: the name of a registered set, or a list of texts. n: items; fewer if the set has fewer. options: those of
     a ranked list (`width`, `exact`, `renormalised`, ...), what chooses among the items (`item_filter`, `exclude_keys`,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from vllm_static.worker.beam_kv import BeamKV, Prompt
+from vllm_static.worker.passes import Asked
 
 MOST = 16  # kinds of lists that are known at a time: what was used longest ago makes room
 Program = Callable[[], Tensor]
@@ -54,7 +55,7 @@ class Recorded:
 
 
 class ListGraphs:
-    """The recorded lists of a worker. A list is an `Asked` of `lists`.
+    """The recorded lists of a worker.
 
     first_block: as of `BeamKV`. record: makes a replay of a program; a CPU's tests only run it again.
     """
@@ -64,14 +65,14 @@ class ListGraphs:
         self._pool = torch.cuda.graph_pool_handle() if runner.device.type == "cuda" else None
         self._seen = dict[Any, Recorded | None]()  # by kind; None of one that was made once
 
-    def _blocks(self, one: Any) -> int:
+    def _blocks(self, one: Asked) -> int:
         """Return the blocks of a prompt's bucket: a power of 2."""
         (block,) = self._runner.block_tables.block_sizes
         most: int = self._runner.block_tables.block_tables[0].gpu.shape[1]
         blocks = -(-one.prompt.tokens // block)
         return min(most, 1 << int(blocks - 1).bit_length())
 
-    def takes(self, group: list[Any], rows: int, most: int) -> bool:
+    def takes(self, group: list[Asked], rows: int, most: int) -> bool:
         """Return whether a list is made by a replay, or recorded. rows: of all its passes; most: of a step."""
         runner = self._runner
         alone = len(group) == 1 and not group[0].spec.races and rows <= most
@@ -83,7 +84,7 @@ class ListGraphs:
         self._keep(kind, None)
         return False
 
-    def make(self, one: Any, make: Callable[..., Generator[int, None, Tensor]], plan: Any, alphabet: Any) -> Tensor:
+    def make(self, one: Asked, make: Callable[..., Generator[int, None, Tensor]], plan: Any, alphabet: Any) -> Tensor:
         """Return a list's table. make: as of `WideLists`. plan: of its set's levels. alphabet: the narrow head's, by
         which scores are made."""
         kind = (one.kind, self._blocks(one))
@@ -101,12 +102,12 @@ class ListGraphs:
         while len(self._seen) > MOST:
             del self._seen[next(iter(self._seen))]
 
-    def _fill(self, recorded: Recorded, one: Any) -> None:
+    def _fill(self, recorded: Recorded, one: Asked) -> None:
         assert one.states is not None
         recorded.states.copy_(one.states)
         recorded.kv.move_to(one.prompt)
 
-    def _recorded(self, one: Any, make: Any, plan: Any, alphabet: Any) -> Recorded:
+    def _recorded(self, one: Asked, make: Any, plan: Any, alphabet: Any) -> Recorded:
         assert one.states is not None
         states, device = one.states.clone(), self._runner.device
         (block,) = self._runner.block_tables.block_sizes

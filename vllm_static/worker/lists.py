@@ -9,11 +9,10 @@ states, also if the prompt takes several steps.
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from msgspec.structs import replace
 from torch import Tensor
 
 from itemset.ranking.beams import Beams, table_of, warm_up
@@ -26,70 +25,12 @@ from vllm_static.worker.beam_forward import run_logits, states_after, use_adapte
 from vllm_static.worker.beam_kv import BeamKV, Prompt, to_device
 from vllm_static.worker.list_graphs import ListGraphs
 from vllm_static.worker.masks import ItemSetProcessor
+from vllm_static.worker.passes import Asked, Passes
 from vllm_static.worker.room import Room
 
 MOST_ROUNDS = 16  # of a list that is made here
 MOST_STEPS = 4  # full steps that a list may take, or twice as many tokens as `ranked_list_beams` has room for
 PARTS = 4  # of the memory of logits: if those of all rows do not fit, a part has those of some rows
-
-
-class Asked(NamedTuple):
-    """A list to be made. number: its set's, in the arena. prompt: with a draft head's placeholders; its request has no
-    name until a step has it (`of`). tables: of the list, or of its races so far.
-
-    states: if the draft head makes it, the hidden states of its prompt's last token and its placeholders, as far as
-        they have been computed: [L + 1, hidden size].
-    """
-
-    number: int
-    prompt: Prompt
-    spec: ListSpec
-    tables: list[Tensor]
-    states: Tensor | None = None
-
-    @property
-    def kind(self) -> tuple[Any, ...]:
-        """What lists that are made together have in common."""
-        spec = self.spec
-        end = -1 if spec.scored_end is None else spec.scored_end
-        widths = (spec.width,) if isinstance(spec.width, int) else spec.width
-        return (spec.placeholders, self.number, widths, end, spec.renormalised, spec.k, spec.temperature)
-
-    def of(self, request: str) -> "Asked":
-        return self._replace(prompt=self.prompt._replace(request=request))
-
-    @property
-    def apart(self) -> "list[Asked]":
-        """Each race by itself; a list as it is."""
-        return [self._replace(spec=replace(self.spec, races=(key,))) for key in self.spec.races] or [self]
-
-
-class Passes(NamedTuple):
-    """The passes of a list, or of a race. shapes: of each, how many rows it has, and how many tokens each of them.
-    stepwise: whether tails take a token a pass, too."""
-
-    shapes: list[tuple[int, int]]
-    stepwise: bool
-
-    @property
-    def entries(self) -> int:
-        """Beams' tokens that are kept: one of each row. The last pass is read by nobody, and yet it is written."""
-        return self.rows
-
-    @property
-    def rows(self) -> int:
-        """Of all passes together."""
-        return sum(rows for rows, _ in self.shapes)
-
-    @property
-    def tokens(self) -> int:
-        """Of the largest pass: each has a row of logits."""
-        return max(rows * more for rows, more in self.shapes)
-
-    @property
-    def queries(self) -> int:
-        """The most tokens of a row."""
-        return max(more for _, more in self.shapes)
 
 
 @dataclass

@@ -71,8 +71,18 @@ def test_every_kind_of_function_is_wrapped_once_its_module_is_imported(module):
     assert engine.plain(1) == ["ours", 1]
 
 
-def test_several_stand_around_one_function_in_their_order(module):
-    hook = chosen(IMPORTED)
+@pytest.mark.parametrize("registry", [False, True])
+def test_several_stand_around_one_function_in_their_order(module, registry):
+    """Also where the engine's registry takes one hook for each function, as SGLang's does."""
+    taken = []
+
+    def put(target, around):
+        assert target not in taken
+        taken.append(target)
+        further._wrap(target, around)
+
+    hook = Hooks(IMPORTED, put if registry else None)
+    hook.choose(True)
     for order, name in ((1, "inside"), (-1, "outside"), (0, "between")):
 
         @hook(f"{module}:A.method", why="a reason", order=order)

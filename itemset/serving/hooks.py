@@ -56,7 +56,7 @@ class Hooks:
         by the engine's own registry of hooks."""
         self.declared: list[Hook] = []
         self.chosen, self.asked, self.refusal, self._put = False, False, "", put
-        self._when, self._wrapped, self._failed = when, set[Hook](), set[Hook]()
+        self._when, self._wrapped, self._failed = when, set[str](), set[Hook]()
 
     def __call__(
         self, *targets: str, why: str = "", when: str = "", order: int = 0, always: bool = False, extends: bool = False
@@ -111,33 +111,40 @@ class Hooks:
         engine: its name and version. Raises RuntimeError for a hook that the engine lacks; so does each later import if
         somebody wants our backend.
         """
-        for hook in sorted(self.declared, key=lambda hook: -hook.order):  # the innermost first
-            if hook.when == IMPORTED and IMPORTED in times:
-                wrapt.register_post_import_hook(partial(self._imported, hook, engine), hook.target.partition(":")[0])
-            elif hook.when in times:
-                self._install(hook, engine)
+        around = dict[str, list[Hook]]()
+        for hook in sorted(self.declared, key=lambda hook: -hook.order):
+            around.setdefault(hook.target, []).append(hook)
+        for target, hooks in around.items():
+            if hooks[0].when == IMPORTED and IMPORTED in times:
+                wrapt.register_post_import_hook(partial(self._imported, hooks, engine), target.partition(":")[0])
+            elif hooks[0].when in times:
+                self._install(hooks, engine)
 
-    def _imported(self, hook: Hook, engine: str, module: ModuleType) -> None:
+    def _imported(self, hooks: list[Hook], engine: str, module: ModuleType) -> None:
         try:
-            self._install(hook, engine)
+            self._install(hooks, engine)
         except RuntimeError as error:
             if self.asked:
                 sys.meta_path.insert(0, _Refusal(module.__name__, error))  # wrapt calls a hook at one import alone
             self.give_up(error)
 
-    def _install(self, hook: Hook, engine: str) -> None:
+    def _install(self, hooks: list[Hook], engine: str) -> None:
+        """Install all hooks of one target, the innermost first. They are put in place as one: a registry of the
+        engine's takes one for each function."""
+        first = hooks[0]
         try:
-            _, _, target = wrapt.resolve_path(*hook.target.split(":"))
+            _, _, target = wrapt.resolve_path(*first.target.split(":"))
         except (ImportError, AttributeError) as error:
-            raise _lacking(hook, engine, "") from error
-        if hook.extends:
-            hook.ours(target)
-        elif hook not in self._wrapped:
+            raise _lacking(first, engine, "") from error
+        if first.extends:
+            first.ours(target)
+        elif first.target not in self._wrapped:
             takes = inspect.signature(getattr(target, "__func__", target)).parameters
-            if gone := absent(takes, hook.ours):
-                raise _lacking(hook, engine, f"({gone[0]})")
-            wrap(hook.target, self.around(hook, takes), self._put)
-            self._wrapped.add(hook)
+            for hook in hooks:
+                if gone := absent(takes, hook.ours):
+                    raise _lacking(hook, engine, f"({gone[0]})")
+            wrap(first.target, _chained([self.around(hook, takes) for hook in hooks]), self._put)
+            self._wrapped.add(first.target)
 
     def around(self, hook: Hook, takes: Mapping[str, inspect.Parameter]) -> Callable[..., Any]:
         """What runs around a function that takes these arguments."""
@@ -181,6 +188,20 @@ class Hooks:
         if hook not in self._failed:
             self._failed.add(hook)
             logger.error("The hook into %s has failed, and is passed over: %r", hook.target, error, exc_info=error)
+
+
+def _chained(arounds: list[Callable[..., Any]]) -> Callable[..., Any]:
+    """Return one that stands around a function in place of all of these, of which the last is the outermost."""
+    *inner, outer = arounds
+    if not inner:
+        return outer
+
+    def around(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        for one in inner:
+            function = partial(one, function)
+        return outer(function, *args, **kwargs)
+
+    return around
 
 
 class _Own:

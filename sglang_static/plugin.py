@@ -1,12 +1,17 @@
-"""The entry point of the plugin."""
+"""The entry point of the plugin, and the features that have hooks. Deleting a feature's files takes it out."""
 
 import os
 import sys
 
 from itemset.serving.config import BACKEND
+from itemset.serving.hooks import import_present
 from sglang_static import compat, engine_config
-from sglang_static.front import answers, request_hooks  # noqa: F401 - modules with hooks, as all below
-from sglang_static.scheduler import drafts, hooks, turns, versions, weights  # noqa: F401
+
+import_present(
+    "sglang_static",
+    "front.answers", "front.request_hooks", "scheduler.drafts", "scheduler.hooks", "scheduler.list_hooks",
+    "scheduler.turns", "scheduler.versions", "scheduler.weights",
+)  # fmt: skip
 
 _NAMED = {BACKEND, f"--grammar-backend={BACKEND}", "--guided-decoding-backend"}
 """Words of a command line that want our backend."""

@@ -138,11 +138,12 @@ def test_on_v1_the_host_waits_for_no_copy():
     """Which rows are weighed, or whose tokens are scored, goes to the device beside its work."""
     from vllm.v1.sample.sampler import Sampler
 
+    from vllm_static import compat
     from vllm_static.v1 import model_runner
 
     logits, rows = torch.zeros(4, 9, device="meta"), [(0, 0, 1), (1, 0, 3)]
     with PageableCopies() as copies:
-        temperatures = model_runner.to_device([1, 1], logits.device)[:, None]
+        temperatures = compat.to_device([1, 1], logits.device)[:, None]
         assert model_runner._scaled(logits, rows, temperatures).shape == (2, 9)
         ids, scores = model_runner._scores(Sampler(), logits, [(0, 0, 0), (1, 0, 2)], [[1, 2, 3], [4]])
     assert ids.shape == scores.shape == (2, 3)

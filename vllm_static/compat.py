@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 from weakref import WeakValueDictionary
 
+import numpy as np
 import wrapt
 
 from itemset.serving import hooks
@@ -348,3 +349,10 @@ def content(text: str) -> Any:
     """A part of a streamed answer that is content (entrypoints/openai/chat_completion/serving.py)."""
     protocol = importlib.import_module("vllm.entrypoints.openai.chat_completion.serving")
     return protocol.DeltaMessage(content=text)
+
+
+def to_device(values: Any, device: Any, dtype: Any = np.int64) -> Any:
+    """Copy numbers of the host to a device without waiting for it: a tensor."""
+    from vllm.utils import torch_utils
+
+    return torch_utils.async_tensor_h2d(np.asarray(values, dtype), device=device)

@@ -1,13 +1,14 @@
-"""The entry points of the plugin."""
+"""The entry points of the plugin, and the features that have hooks. Deleting a feature's files takes it out."""
 
-from itemset.serving.hooks import IMPORTED, START
+from itemset.serving.hooks import IMPORTED, START, import_present
 from vllm_static import compat, engine_config
-from vllm_static.core import draft_head, hooks, lists, thoughts  # noqa: F401 - modules with hooks, as all below
-from vllm_static.front import answers, request_hooks  # noqa: F401
-from vllm_static.v1 import model_runner  # noqa: F401
-from vllm_static.worker import child_sampling, drafts, list_hooks, mask_hook  # noqa: F401
 
-from vllm_static.worker import narrow_hooks, weight_updates, weights  # noqa: F401 # isort: skip
+import_present(
+    "vllm_static",
+    "core.draft_head", "core.hooks", "core.lists", "core.thoughts", "front.answers", "front.request_hooks",
+    "v1.model_runner", "worker.child_sampling", "worker.drafts", "worker.list_hooks", "worker.mask_hook",
+    "worker.narrow_hooks", "worker.weight_updates", "worker.weights",
+)  # fmt: skip
 
 
 def register_early() -> None:

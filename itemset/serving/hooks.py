@@ -11,6 +11,7 @@ A hook that runs although another backend is chosen may refuse a request, by Ite
 is logged once, and the engine's own function counts.
 """
 
+import importlib.util
 import inspect
 import logging
 import sys
@@ -269,6 +270,13 @@ def _lacking(hook: Hook, engine: str, what: str) -> RuntimeError:
 
 def _trial(engine: str, installed: str) -> str:
     return f"`python tests/contract.py {engine.lower()}=={installed.partition('+')[0]}` in its checkout"
+
+
+def import_present(package: str, *modules: str) -> None:
+    """Import modules with hooks, but for those whose files have been taken out of the package."""
+    for name in modules:
+        if importlib.util.find_spec(f"{package}.{name}") is not None:
+            importlib.import_module(f"{package}.{name}")
 
 
 def require(base: type, ours: type) -> None:

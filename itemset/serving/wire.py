@@ -101,6 +101,11 @@ class EngineRequest(msgspec.Struct, frozen=True, omit_defaults=True):
         """Return the same with some fields changed."""
         return msgspec.structs.replace(self, **changes)
 
+    def weighs_at(self, temperature: float) -> float:
+        """At which temperature log p and log q of a request's answer are wanted, 0 if not: its own, and 1 for weights
+        and for greedy answers."""
+        return (float(self.weighed == LOGPROBS and temperature) or 1.0) if self.weighed else 0.0
+
     def json(self) -> str:
         return msgspec.json.encode(self).decode()
 

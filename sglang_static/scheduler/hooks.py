@@ -1,18 +1,12 @@
 """The hooks into SGLang's schedulers, which share their processes with the workers: grammars, memory and masks."""
 
-import logging
 from collections.abc import Callable
-from functools import partial
 from typing import Any
-
-import torch
 
 from itemset.serving.config import StaticConfig
 from sglang_static import compat
 from sglang_static.compat import hook
-from sglang_static.scheduler import drafts, masks
-
-logger = logging.getLogger(__name__)
+from sglang_static.scheduler import masks
 
 
 @hook("sglang.srt.constrained.grammar_manager:GrammarManager.process_req_with_grammar")
@@ -50,7 +44,10 @@ def _load_model(original: Callable[..., Any], self: Any) -> Any:
     if config.item_set_path != "host" and compat.why_host_path(self.server_args) is None:
         sampler = masks.ItemSetSampler(config, self.device, self.model_config.vocab_size)
         self.item_set_sampler, sampler.runner = sampler, self
-        drafts.warn_of_unmasked(compat.resolved(self.server_args), forced=config.forced_drafts)
+        if compat.resolved(self.server_args).speculative_algorithm is not None:
+            from sglang_static.scheduler import drafts
+
+            drafts.warn_of_unmasked(compat.resolved(self.server_args), forced=config.forced_drafts)
     return result
 
 
@@ -60,45 +57,3 @@ def _forward(original: Callable[..., Any], self: Any, batch: Any) -> Any:
     if batch is not None and (sampler := getattr(self.model_runner, "item_set_sampler", None)) is not None:
         sampler.stage(batch)
     return original()
-
-
-SEARCH = 1 << 29  # bytes: of a search besides its logits, most of them the keys of children and what sorts them
-LOGITS = 6  # float32 rows for each row of a pass: tensor parallelism gathers and copies logits; as many are left over
-
-
-@hook("sglang.srt.managers.scheduler:Scheduler.init_beam_coordinator")
-def init_beam_coordinator(original: Callable[..., Any], self: Any) -> None:
-    """Beams of lists are of ours; the memory of the largest pass of lists is tried before a request comes: without it
-    lists take rounds."""
-    from sglang_static.scheduler.lists import coordinator_of
-
-    original()
-    self.beam_coordinator = coordinator_of(self.beam_coordinator)
-    if (sampler := masks.current()) is None:
-        return
-    most = self.req_to_token_pool.size
-    rows = rows_in_memory(most, 4 * LOGITS * sampler.vocab_size, partial(reserve, sampler.arena.device))
-    sampler.list_rows = rows = min(compat.of_all_ranks(self, rows))
-    asked = StaticConfig.of(compat.options()).max_list_rows_per_step
-    sampler.rows_a_step = min(rows, asked or self.chunked_prefill_size or self.max_prefill_tokens)
-    if rows < most:
-        logger.warning("Ranked lists: passes have memory for %s rows of %s (--mem-fraction-static)", rows, most)
-
-
-def rows_in_memory(rows: int, each: int, reserve: Callable[[int], Any]) -> int:
-    """Return how many of `rows` a pass of lists has memory for: all, or a half as often as needed. 0 if none.
-
-    each: bytes of a row. reserve: takes bytes of the device; raises RuntimeError if these are not free.
-    """
-    while rows:
-        try:
-            reserve(SEARCH + rows * each)
-            return rows
-        except RuntimeError:
-            rows //= 2
-    return 0
-
-
-def reserve(device: torch.device, nbytes: int) -> None:
-    """Take memory of the device, which PyTorch keeps for later. Raises torch.OutOfMemoryError, a RuntimeError."""
-    torch.empty(nbytes, dtype=torch.uint8, device=device)

@@ -16,7 +16,7 @@ from sglang_engines import NGRAM
 
 import itemset
 from itemset.ranking.lockstep import rows_of_passes
-from sglang_static.scheduler import hooks
+from sglang_static.scheduler import list_hooks
 
 # SGLang's own checks of its memory: at every step, and that no slot is freed twice.
 CHECKS = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1"}
@@ -319,7 +319,7 @@ def test_a_thought_ends_at_one_token_in_sglang(wide):
 
 def test_rounds_where_a_pass_has_no_memory(static):
     """It is known from the start, for the engine and not for one list."""
-    few = {"DEVICE_BYTES": str(hooks.SEARCH + 4 * hooks.LOGITS * 2112 * 100)}
+    few = {"DEVICE_BYTES": str(list_hooks.SEARCH + 4 * list_hooks.LOGITS * 2112 * 100)}
     small = static("device", **{**WIDE, "env": CHECKS | few})
     assert "passes have memory for 80 rows of 320" in small.log()
     before = requests(small)
@@ -335,13 +335,13 @@ def test_rounds_where_a_pass_has_no_memory(static):
 
 @pytest.mark.parametrize(("free", "rows"), [(0, 0), (9, 0), (10, 1), (45, 3), (130, 13), (10_000, 13)])
 def test_as_many_rows_as_have_memory(monkeypatch, free, rows):
-    monkeypatch.setattr(hooks, "SEARCH", 0)
+    monkeypatch.setattr(list_hooks, "SEARCH", 0)
 
     def reserve(nbytes):
         if nbytes > free:
             raise RuntimeError
 
-    assert hooks.rows_in_memory(13, 10, reserve) == rows
+    assert list_hooks.rows_in_memory(13, 10, reserve) == rows
 
 
 def test_lists_wait_for_room(static):

@@ -33,9 +33,7 @@ from itemset.serving.metrics import label
 from itemset.serving.warm_up import compile_all
 from itemset.serving.wire import WIRE, HolesSpec, SetRef, read
 from vllm_static import compat
-from vllm_static.core import thoughts
 from vllm_static.core.device_path import DevicePath
-from vllm_static.core.thoughts import Thinking
 from vllm_static.metrics import Figures
 
 if TYPE_CHECKING:
@@ -92,7 +90,7 @@ class StaticBackend(StructuredOutputBackend):
         if compat.on_device_path(vllm_config):
             self._device = DevicePath(config, self._catalogue)
         self.preparer = Preparer(self._catalogue, logger, self._device)
-        self.thinking: dict[str, Thinking] = {}  # by request
+        self.thinking: dict[str, Any] = {}  # by request: a `thoughts.Thinking`
         self._grammars = Grammars(partial(compat.vocabulary_of, vllm_config, tokenizer))
         self._xgrammar: XgrammarBackend | None = None
         self._xgrammar_lock = threading.Lock()
@@ -120,6 +118,8 @@ class StaticBackend(StructuredOutputBackend):
         on_device = self._device is not None and self._device.claim(manager, request, made.item_set, carried)
         if carried.after is not None:
             ranked = on_device and carried.ranked is not None
+            from vllm_static.core import thoughts
+
             begun = thoughts.begin(request, constraint, *carried.after, ranked=ranked)
             self.thinking[request.request_id], is_free = begun
             return is_free

@@ -25,7 +25,6 @@ from itemset.serving.front.sampler_limits import PARAMETERS, refuse_unsampled
 from itemset.serving.front.version_watcher import Follower, Send
 from itemset.serving.wire import WIRE, EngineRequest, Tokens
 from vllm_static import compat
-from vllm_static.front.draft_head import drafting
 from vllm_static.front.engine_lists import EngineLists
 from vllm_static.front.request import names_sets
 from vllm_static.metrics import ROLLOUT
@@ -66,7 +65,11 @@ class FrontEnd(FrontEndBase):
         self.vllm_config = vllm_config
         self._seats: int = vllm_config.scheduler_config.max_num_seqs
         self._lists: Lists | None = None
-        self._drafting = drafting(vllm_config, self.checks.fingerprint, self.checks.catalogue.registered)
+        self._drafting = None
+        if config.item_set_draft_head is not None:
+            from vllm_static.front.draft_head import drafting
+
+            self._drafting = drafting(vllm_config, self.checks.fingerprint, self.checks.catalogue.registered)
         self.v2, self._logprobs_mode = bool(vllm_config.use_v2_model_runner), str(model.logprobs_mode)
         path, speculative = "device path, masks inside the sampler", vllm_config.speculative_config
         if not compat.on_device_path(vllm_config):

@@ -18,10 +18,9 @@ from torch.nn.functional import pad
 
 from itemset.masking.slots import log_probs_of
 from itemset.serving.hooks import IMPORTED
+from itemset.serving.wire import read
 from vllm_static import compat
 from vllm_static.compat import hook
-from vllm_static.worker.beam_kv import to_device
-from vllm_static.worker.weights import temperature
 
 if TYPE_CHECKING:
     from itemset.ranking.scored_tree import Answer, Pass
@@ -45,13 +44,13 @@ def sample_tokens(original: Callable[..., Any], self: Any, grammar_output: Any) 
     ):
         constrained = set(grammar_output.structured_output_request_ids)
         each = {
-            i: temperature(self.requests[request].sampling_params)
+            i: _weighs_at(self.requests[request].sampling_params)
             for i, request in enumerate(self.input_batch.req_ids)
             if request in constrained
         }
         if requests := [i for i, asked in each.items() if asked]:
             rows = _rows(requests, state.spec_decode_metadata)
-            temperatures = to_device([each[i] for i, *_ in rows], state.logits.device, np.float32)[:, None]
+            temperatures = compat.to_device([each[i] for i, *_ in rows], state.logits.device, np.float32)[:, None]
             setattr(self, _WEIGHED, (rows, temperatures, _scaled(state.logits, rows, temperatures).logsumexp(-1)))
     return original()
 
@@ -78,7 +77,7 @@ def sample(original: Callable[..., Any], self: Any, logits: Any, spec_decode_met
     if scores is not None:
         output = _with(output, [request * width + place for request, place, _ in rows], *scores)
     if legal is not None:
-        places = to_device([request * width + place for request, place, _ in weighed], legal.device)
+        places = compat.to_device([request * width + place for request, place, _ in weighed], legal.device)
         tensors = output.logprobs_tensors
         tensors.logprobs[places, :2] = log_probs_of(legal, whole, tensors.logprob_token_ids[places, 0])
     return output
@@ -95,9 +94,14 @@ def _rows(requests: Sequence[int], drafts: Any) -> list[tuple[int, int, int]]:
     return [(one, place, first[one] + place) for one in requests for place in range(drafts.num_draft_tokens[one] + 1)]
 
 
+def _weighs_at(params: Any) -> float:
+    carried = read(getattr(params, "extra_args", None))
+    return 0.0 if carried is None else carried.weighs_at(params.temperature)
+
+
 def _scaled(logits: Tensor, rows: Sequence[tuple[int, int, int]], temperatures: Tensor) -> Tensor:
     """The logits of these rows, by their temperatures: [rows, vocabulary] float32."""
-    return logits[to_device([row for *_, row in rows], logits.device)].float() / temperatures
+    return logits[compat.to_device([row for *_, row in rows], logits.device)].float() / temperatures
 
 
 def _without(sampling_metadata: Any) -> Any:
@@ -111,8 +115,8 @@ def _scores(sampler: Any, logits: Tensor, rows: Sequence[Any], tokens: list[list
     table = np.full((len(rows), max(map(len, tokens))), -1, np.int64)
     for row, chosen in zip(table, tokens, strict=True):
         row[: len(chosen)] = chosen
-    ids = to_device(table, logits.device)
-    scored = logits[to_device([row for *_, row in rows], logits.device)].float()
+    ids = compat.to_device(table, logits.device)
+    scored = logits[compat.to_device([row for *_, row in rows], logits.device)].float()
     if sampler.logprobs_mode not in LOGITS_MODES:
         scored = scored.log_softmax(-1)
     scores = scored.gather(1, ids.clamp(min=0)).masked_fill(ids < 0, -torch.inf)
@@ -125,7 +129,7 @@ def _with(output: Any, rows: list[int], ids: Tensor, scores: Tensor) -> Any:
     width = ids.shape[1]
     more = (0, max(0, 1 + width - tensors.logprobs.shape[1]))
     all_ids, all_scores = pad(tensors.logprob_token_ids, more), pad(tensors.logprobs, more, value=-torch.inf)
-    index = to_device(rows, ids.device)
+    index = compat.to_device(rows, ids.device)
     all_ids[index, 1 : 1 + width] = ids
     all_scores[index, 1 : 1 + width] = scores
     output.logprobs_tensors = tensors._replace(logprob_token_ids=all_ids, logprobs=all_scores)

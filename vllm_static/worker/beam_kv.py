@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from vllm.utils import torch_utils
+
+from vllm_static import compat
 
 
 class Prompt(NamedTuple):
@@ -79,11 +80,11 @@ class BeamKV:
         self.prompts, self.used, self.recorded, self._first_block = prompts, 0, recorded, first_block
         (block,) = runner.block_tables.block_sizes
         self._device, self._block_table = runner.device, runner.block_tables.block_tables[0].gpu
-        self._lengths = to_device([one.tokens for one in prompts], self._device)
+        self._lengths = compat.to_device([one.tokens for one in prompts], self._device)
         # Races of a request stand together, and read its prompt once: [prompt, how many stand there]
         self._different = [(one, len(list(equal))) for one, equal in groupby(prompts)]
-        self._read = to_device([one.tokens for one, _ in self._different], self._device, np.int32)
-        slots = to_device([one.slot for one, _ in self._different], self._device)
+        self._read = compat.to_device([one.tokens for one, _ in self._different], self._device, np.int32)
+        slots = compat.to_device([one.slot for one, _ in self._different], self._device)
         self._blocks = -(-max(one.tokens for one in prompts) // block)
         self._tables = self._block_table[slots, : self._blocks]
         self._starts = dict[tuple[int, ...], Tensor]()  # of passes' prompts, as of `PromptPart`
@@ -122,7 +123,7 @@ class BeamKV:
                 read.append(i)
         starts, ends, lengths = zip(*spans, strict=True)
         if (bounds := (*starts, ends[-1])) not in self._starts:
-            self._starts[bounds] = to_device(bounds, device, np.int32)
+            self._starts[bounds] = compat.to_device(bounds, device, np.int32)
         part = PromptPart(
             self._starts[bounds],
             self._read[read[0] : read[-1] + 1],
@@ -140,8 +141,3 @@ class BeamKV:
         entries = torch.arange(self.used, self.used + prompts * rows, device=self._ancestors.device)
         self._ancestors = torch.cat((self._ancestors, entries.view(prompts, rows, 1)), 2)
         self.used += prompts * rows
-
-
-def to_device(values: Any, device: torch.device, dtype: Any = np.int64) -> Tensor:
-    """Copy numbers of the host to the device without waiting for it."""
-    return torch_utils.async_tensor_h2d(np.asarray(values, dtype), device=device)

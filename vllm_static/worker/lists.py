@@ -22,7 +22,7 @@ from itemset.serving.config import StaticConfig
 from itemset.serving.wire import HEAD, MOST_LOGITS, REASONS, EngineRequest, ListSpec, NoList
 from vllm_static import compat
 from vllm_static.worker.beam_forward import run_logits, states_after, use_adapters
-from vllm_static.worker.beam_kv import BeamKV, Prompt, to_device
+from vllm_static.worker.beam_kv import BeamKV, Prompt
 from vllm_static.worker.list_graphs import ListGraphs
 from vllm_static.worker.masks import ItemSetProcessor
 from vllm_static.worker.passes import Asked, Passes
@@ -130,7 +130,11 @@ class WideLists:
                 rows.append(i)
             else:
                 tables[one.prompt.request] = torch.tensor([[REASONS.index(reason)]], dtype=torch.float64)
-        ends = hidden_states[batch.logits_indices[to_device(rows, hidden_states.device)]] if lists else hidden_states
+        ends = (
+            hidden_states[batch.logits_indices[compat.to_device(rows, hidden_states.device)]]
+            if lists
+            else hidden_states
+        )
         lists = [one._replace(states=ends[n : n + 1]) if one.states is None else one for n, one in enumerate(lists)]
         self.begun |= {one.prompt.slot: one for one in lists}
         groups = self._grouped([each for one in lists for each in one.apart])
@@ -267,7 +271,7 @@ class WideLists:
         options: dict[str, Any] = {"width": spec.width, "k": spec.k, "end_token": spec.scored_end}
         if spec.races:
             options["temperature"] = spec.temperature
-            options["keys"] = to_device([key for race in group for key in race.spec.races], arena.device)
+            options["keys"] = compat.to_device([key for race in group for key in race.spec.races], arena.device)
         options |= {"renormalised": spec.renormalised, "kernels": self._sets.kernels}
         beams = (Lockstep if passes.stepwise else Beams)(arena, [one.number] * len(group), plan, **options)
         prompts = [other.prompt for other in group]
@@ -320,7 +324,7 @@ def _columns(key: bytes, span: tuple[int, int] | None, vocabulary: int, device: 
     """The tokens of an alphabet that a round reads, and the column of each token, 0 of others: `Pass.columns`."""
     tokens = np.frombuffer(key, np.int64)
     low, high = np.searchsorted(tokens, (span[0], min(span[1] + 1, vocabulary)) if span else (0, vocabulary))
-    read = to_device(tokens[low:high] if low < high else tokens[:1], device)
+    read = compat.to_device(tokens[low:high] if low < high else tokens[:1], device)
     columns = torch.zeros(vocabulary, dtype=torch.int32, device=device)
     columns[read] = torch.arange(len(read), dtype=torch.int32, device=device)
     return read, columns

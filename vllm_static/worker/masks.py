@@ -11,7 +11,6 @@ from vllm.logger import init_logger
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcessor, LogitsProcRequestState
 
 import itemset
-from itemset.draft_head.head import DraftHead
 from itemset.masking.arena import Arena, ArenaFullError, Arrivals, Place, check_tables
 from itemset.masking.arena_plan import Piece
 from itemset.masking.batch import COLUMNS, LOCAL, Batch
@@ -21,9 +20,6 @@ from itemset.serving.config import StaticConfig
 from itemset.serving.wire import EngineRequest, Prepare, Stage, read
 from itemset.trie.walk import FREE
 from vllm_static import compat
-from vllm_static.worker import drafts, weights
-from vllm_static.worker.beam_kv import to_device
-from vllm_static.worker.child_sampling import is_plain
 from vllm_static.worker.narrow_head import NarrowHead
 
 if TYPE_CHECKING:
@@ -83,11 +79,16 @@ class ItemSetProcessor(LogitsProcessor):
             self.arena.acquire(item_set)
         slots, rows = self._req_states.max_num_reqs, vllm_config.scheduler_config.max_num_seqs * (1 + self._drafts)
         self._slots = Slots(self.arena, slots, max_rows=rows, max_stop_tokens=MAX_STOP_TOKENS)
-        path = config.item_set_draft_head
-        self.head = None if path is None else DraftHead.load(path, self.arena.device)
+        self.head: Any = None  # a DraftHead
+        if config.item_set_draft_head is not None:
+            from itemset.draft_head.head import DraftHead
+
+            self.head = DraftHead.load(config.item_set_draft_head, self.arena.device)
         # [max_num_reqs] each slot's prompt length; vLLM's own moves to another address, which no CUDA graph would see.
         self._begin = torch.zeros(slots, dtype=torch.int32, device=self._req_states.device)
         if vllm_config.speculative_config is not None:
+            from vllm_static.worker import drafts
+
             drafts.install(self, vllm_config.speculative_config, forced=config.forced_drafts)
         self._warm_up()
         sizes = (f"{count:,}" for count in (self.arena.plan.nbytes, self.arena.plan.used))
@@ -144,9 +145,12 @@ class ItemSetProcessor(LogitsProcessor):
         Returns False: `mask_hook.apply_sampling_params` masks without a copy of the batch's logits.
         """
         carried = read(sampling_params.extra_args) or EngineRequest()
-        self._temperatures[req_idx] = weights.temperature(sampling_params)
+        self._temperatures[req_idx] = carried.weighs_at(sampling_params.temperature)
         self._lists[req_idx] = carried.ranked is not None
-        self._plain[req_idx] = self.child_sampling and is_plain(sampling_params) and not carried.weighed
+        if self.child_sampling:
+            from vllm_static.worker.child_sampling import is_plain
+
+            self._plain[req_idx] = is_plain(sampling_params) and not carried.weighed
         if self.lists is not None:
             self.lists.add(req_idx, carried)
         if carried.place is not None and carried.item_set is not None:
@@ -217,12 +221,12 @@ class ItemSetProcessor(LogitsProcessor):
         each = self._temperatures[input_batch.idx_mapping_np].repeat(np.diff(input_batch.cu_num_logits_np))
         if not each.any():
             return
-        rows = to_device(np.flatnonzero(each), logits.device)
+        rows = compat.to_device(np.flatnonzero(each), logits.device)
         at, slots = input_batch.logits_indices, input_batch.expanded_idx_mapping
         tokens, positions = input_batch.input_ids[at], input_batch.positions[at]
         batch = self._batch(slots, above=input_batch.expanded_local_pos, tokens=tokens, positions=positions)
         states = self._slots.walk(batch)[rows]  # again: long batches of drafts are masked in several pieces
-        legal = logits[rows].float() / to_device(each[each > 0], logits.device, np.float32)[:, None]
+        legal = logits[rows].float() / compat.to_device(each[each > 0], logits.device, np.float32)[:, None]
         whole = legal.logsumexp(-1)
         self._slots.mask(states, slots[rows], legal)
         logs = log_probs_of(legal, whole, logprobs.logprob_token_ids[rows, 0])

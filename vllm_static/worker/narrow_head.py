@@ -21,7 +21,7 @@ from vllm.logger import init_logger
 
 from itemset.ranking.beams import Beams
 from itemset.serving.config import StaticConfig
-from vllm_static.worker.beam_kv import to_device
+from vllm_static import compat
 from vllm_static.worker.narrow_hooks import reading
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
@@ -160,11 +160,11 @@ class NarrowHead:
             parts.append(self._memory[at : at + count].view(dtype))
             at += -(-count // 16) * 16
         own_tokens, own, columns, gathered = parts
-        own_tokens.copy_(to_device(tokens, device))
-        own.copy_(to_device(own_np, device))
+        own_tokens.copy_(compat.to_device(tokens, device))
+        own.copy_(compat.to_device(own_np, device))
         columns.zero_()
         places = np.concatenate([rank * each + np.arange(len(one)) for rank, one in enumerate(of_ranks)])
-        columns[own_tokens] = to_device(places, device).int()
+        columns[own_tokens] = compat.to_device(places, device).int()
         copied = None if runs else gathered.view(len(own_np), weight.shape[1])
         if copied is not None:
             torch.index_select(weight, 0, own, out=copied)

@@ -27,10 +27,10 @@ def follow(original: Callable[..., Any], self: Any) -> None:
 
 
 def _follow(runner: Any) -> None:
-    from itemset.draft_head.head import DraftHead
-
     path = StaticConfig.of(runner.vllm_config.additional_config).item_set_draft_head
     if (processor := compat.item_sets(runner)) is not None:
         processor.narrow.refresh()
         if path is not None and processor.head is not None:
+            from itemset.draft_head.head import DraftHead
+
             processor.head.load_state_dict(DraftHead.load(path, processor.arena.device).state_dict())

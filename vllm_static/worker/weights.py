@@ -11,19 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from itemset.serving.hooks import IMPORTED
-from itemset.serving.wire import LOGPROBS, read
 from vllm_static.compat import hook
-
-
-def temperature(sampling_params: Any) -> float:
-    """The temperature at which a request in the engine wants log p and log q; 0 if it wants none.
-
-    Its own, and 1 for weights and for greedy answers.
-    """
-    carried = read(getattr(sampling_params, "extra_args", None))
-    if carried is None or not carried.weighed:
-        return 0.0
-    return float(carried.weighed == LOGPROBS and sampling_params.temperature) or 1.0
 
 
 @hook("vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample", order=-1, when=IMPORTED)

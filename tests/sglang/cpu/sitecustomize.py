@@ -249,6 +249,10 @@ def report_turns(module: ModuleType) -> None:
         return part
 
     module._parted = report
+
+
+def limit_memory(module: ModuleType) -> None:
+    """Let a device have DEVICE_BYTES, if that is set."""
     reserve = module.reserve
 
     def limited(device: Any, nbytes: int) -> None:
@@ -298,6 +302,7 @@ REPORTS: dict[str, Callable[[ModuleType], None]] = {
     "sglang.srt.beam_search.coordinator": report_reclaimed,
     "sglang.srt.managers.scheduler": report_left,
     "sglang.srt.managers.tp_worker": report_delays,
+    "sglang_static.scheduler.list_hooks": limit_memory,
     "sglang_static.scheduler.lists": report_reads,
     "sglang_static.scheduler.masks": report_unnamed_reads,
     "sglang_static.scheduler.turns": report_turns,

@@ -327,7 +327,7 @@ def test_a_bad_index_in_a_folder_leaves_its_set_out(films, tmp_path, caplog, whi
 def test_a_set_that_is_named_stops_the_start(films, tmp_path):
     """Whoever has named it waits for it."""
     (films.folder / "current.json").write_bytes(b"{}")
-    with pytest.raises(ItemSetError, match="the item set 'films' cannot be opened: .*format"):
+    with pytest.raises(ItemSetError, match=r"the item set 'films' cannot be opened: .*format"):
         Processes(tmp_path, item_sets={"films": str(films.folder)}, item_set_dir=str(films.folder.parent))
 
 

@@ -118,9 +118,10 @@ class Follower:
 
     def _entry(self, name: str, followed: Followed) -> dict[str, Any]:
         catalogue = self._checks.catalogue
-        refused = followed.refused and {"version": followed.refused.name, "reason": followed.why}
-        if followed.missed:
-            refused = {"version": None, "reason": followed.missed}
+        refused: dict[str, str | None] | None = None
+        if followed.missed or followed.refused:
+            version = None if followed.missed or not followed.refused else followed.refused.name
+            refused = {"version": version, "reason": followed.missed or followed.why}
         entry = {"name": name, "version": None, "followed": catalogue.follows(name), "refused_version": refused}
         if (opened := catalogue.current(name)) is None:  # it has none that can be served
             return entry

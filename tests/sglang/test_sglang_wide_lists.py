@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
+import threading
+from contextlib import suppress
 from itertools import count
 from typing import Any
 
@@ -15,6 +17,7 @@ from sets import tagged_keys
 from sglang_engines import NGRAM
 
 import itemset
+from itemset.errors import ItemSetError
 from itemset.ranking.lockstep import rows_of_passes
 from sglang_static import turns
 
@@ -243,6 +246,32 @@ def test_choosing_beams_waits_for_nothing_and_leaves_rows_out(either, named_sets
     assert sum(rows) < sum(most[: len(rows)]) - 10
 
 
+@pytest.mark.parametrize("prompts", ["a film", ["a film", "another"], "a long evening " * 60])
+def test_prompts_of_lists_are_encoded_beside_the_event_loop(wide, prompts):
+    """A text of megabytes takes minutes there, for all requests."""
+    for params in (ASKED["narrow"], named("prefixes", draws=2, max_new_tokens=9)):
+        counts = wide.call(_encoded, prompts, params)
+        assert counts == [False] * (1 if isinstance(prompts, str) else len(prompts))
+
+
+def _encoded(engine: Any, prompts: Any, params: dict[str, Any]) -> list[bool]:
+    """Whether each prompt of a request was encoded on the event loop's thread."""
+    front_end, loops = engine.tokenizer_manager.static_front_end, list[bool]()
+    encode = front_end.encode
+
+    def noted(prompt: str) -> list[int]:
+        loops.append(threading.current_thread() is threading.main_thread())
+        return encode(prompt)
+
+    front_end.encode = noted
+    try:
+        with suppress(ItemSetError):  # the long one leaves no room
+            engine.generate(prompts, params)
+    finally:
+        del front_end.encode
+    return loops
+
+
 def test_rounds_where_there_is_no_room(wide):
     before = requests(wide)
     found = wide.generate("a film", named("large", beam_width=400, n=3))
@@ -419,7 +448,7 @@ def _aborted(engine: Any, asked: list[tuple[list[int], dict[str, Any]]], after: 
         ]
         await asyncio.sleep(after)
         engine.tokenizer_manager.abort_request(abort_all=True)
-        done, waiting = await asyncio.wait(answers, timeout=30)
+        _, waiting = await asyncio.wait(answers, timeout=30)
         assert not waiting
         return [one.result() for one in answers]
 

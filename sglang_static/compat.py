@@ -98,6 +98,14 @@ def server_manager() -> Any:
     return getattr(state, "tokenizer_manager", None)
 
 
+def contract_error(body: Any) -> str | None:
+    """What SGLang will refuse of a body of /generate, None if nothing (entrypoints/api_contract.py)."""
+    from sglang.srt.entrypoints.api_contract import generate_contract_error
+
+    error: str | None = generate_contract_error(body)
+    return error
+
+
 def unfinished(manager: Any) -> int:
     """Requests that this front end has in the engine (managers/tokenizer_manager.py)."""
     return len(manager.rid_to_state)

@@ -16,6 +16,14 @@ from itemset import published
 from itemset.published import Version
 
 OPTIONS = {"item_set_refresh_seconds": 0.2}
+
+
+def broken(folder: Path) -> None:
+    """Make what looks like a published set, with half of a pointer."""
+    folder.mkdir(parents=True)
+    (folder / published.POINTER).write_text('{"format": 1, "versions": [')
+
+
 FEW = {"item_filter": {"place": {"$lt": 20}}}
 
 

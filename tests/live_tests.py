@@ -31,6 +31,17 @@ def test_what_is_served_is_listed(served: Served) -> None:
     assert served.listed("other")["version"]
 
 
+def test_a_damaged_pointer_has_not_stopped_the_start(served: Served) -> None:
+    """As it lay in the folder when this server started. The server is told of a good one."""
+    folder = served.folder / "sets" / "broken"
+    assert str(folder) in served.listed("broken")["refused_version"]["reason"]
+    assert "Item set 'broken' is not served: " in served.server.log()
+    shutil.rmtree(folder)
+    version = Films(folder, seed=5).versions[0]
+    wait_for(lambda: served.listed("broken").get("version") == version.name)
+    shutil.rmtree(folder)
+
+
 def test_a_new_version_is_noticed(served: Served) -> None:
     version = served.films.publish()
     wait_for(lambda: served.films.check(served.choice()["item"]) == version.name)

@@ -14,6 +14,7 @@ from itemset.ranking.scored_tree import Answer, Pass
 from itemset.ranking.search import Found, Search
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import StaticConfig, Words
+from itemset.serving.front import list_runner
 from itemset.serving.front.list_runner import Lists, OneRequest, Pace, run_together, search_for
 from itemset.serving.front.request_fields import ListOptions
 
@@ -38,7 +39,7 @@ class Engine:
         self.most = max(self.most, self.unfinished)
         try:
             if self.each:
-                await asyncio.sleep(self.each * self.unfinished)
+                await asyncio.sleep(self.each * (self.unfinished + self.others))
             for _ in range(100):
                 await asyncio.sleep(0)
         finally:
@@ -75,12 +76,40 @@ def test_fewer_beside_other_requests():
     assert engine.most == 2
 
 
+@pytest.mark.parametrize("others", [3, 5, 14, 36, 100])
+def test_half_of_a_step_beside_many_other_requests(others):
+    """Lists' requests are as many as the others', up to half of the seats: a few would take them minutes."""
+    engine = Engine(64)
+    engine.others = others
+    asyncio.run(engine.run("one", 200))
+    assert engine.most == min(others, 32)
+
+
+@pytest.mark.parametrize("others", [1, 3, 6])
+def test_no_more_than_the_others_where_the_engine_is_slow(monkeypatch, others):
+    """It answers one request in the time that others may wait, and not the eight of a quick engine's."""
+    monkeypatch.setattr(list_runner, "PATIENCE", 0.001)
+    engine = Engine(256)
+    engine.each, engine.others = 0.002, others
+    asyncio.run(engine.run("one", 20))
+    assert engine.most == others
+
+
+@pytest.mark.parametrize("others", [1, 5, 30])
+def test_a_wait_for_others_is_no_slowness_of_lists(others):
+    """Steps last as long as all that is in the engine needs: what lists may have does not fall with it."""
+    engine = Engine(256)
+    engine.each, engine.others = 0.002, others
+    asyncio.run(engine.run("one", 60))
+    assert engine.most >= max(others, 8)
+
+
 def test_fewer_where_the_engine_is_slow():
     """Whoever comes next waits for all that are there: 0.1 seconds hold five of them, or two more while they begin."""
     engine = Engine(256)
     engine.each = 0.02
     asyncio.run(engine.run("one", 20))
-    assert engine.most == 8  # what lists have beside other requests
+    assert engine.most == 8  # what lists have alone in any engine of so many seats
 
 
 def test_a_pace_is_what_the_engine_keeps():

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import os
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from models import tiny_tokenizer
 
 import itemset
 from itemset import published
-from itemset.errors import ItemSetError
+from itemset.errors import ItemSetError, ItemSetWarning
 from itemset.masking.arena import Arena, ArenaFullError, Arrivals, arena_bytes, room_for
 from itemset.masking.arena_plan import Holdings
 from itemset.serving import metrics
@@ -149,7 +151,8 @@ def test_a_folder_that_vanishes_while_a_version_is_taken_up_is_tried_again(films
         processes.follower.refresh("films")
     processes.follower.look()
     entry = processes.follower.listed()[0]
-    assert (entry["version"], entry["refused_version"]) == (films.versions[0].name, None)
+    assert (entry["version"], entry["refused_version"]["version"]) == (films.versions[0].name, None)
+    assert "publish an index there" in entry["refused_version"]["reason"]
     away.rename(films.folder)
     processes.preparers[0].answer = asked  # type: ignore[method-assign]
     processes.follower.look()
@@ -240,6 +243,92 @@ def test_sets_of_a_folder_come_and_go(films, tmp_path):
         processes.checks[0].made(ItemRequest(item_set="more"))
     with pytest.raises(RefusedError, match="no item set is called 'more'"):
         processes.follower.refresh("more")
+
+
+GOOD = {"name": "a" * 32, "sequence": 1, "published": "2026-01-02T03:04:05Z", "items": 1, "bytes": 1}
+POINTERS = {
+    "cut": (b'{"format": 1, "vers', "truncated"),
+    "another type": (b'{"format": [1], "versions": []}', "format"),
+    "a version of another type": (json.dumps({"format": 1, "versions": [GOOD | {"items": [3]}]}), "versions.*items"),
+    "of a later format": (json.dumps({"format": 2, "versions": [GOOD]}), "upgrade static-backend"),
+    "without its file": (json.dumps({"format": 1, "versions": [GOOD]}), "publish its index again"),
+    "a page": (b"<html>404</html>", "malformed"),
+}
+
+
+@pytest.mark.parametrize("which", POINTERS)
+def test_a_damaged_pointer_in_a_folder_leaves_its_set_out(films, tmp_path, caplog, which):
+    """The start serves the other sets. What is bad is named, and taken up once it is good."""
+    content, why = POINTERS[which]
+    folder = films.folder.parent / "bad"
+    folder.mkdir()
+    (folder / "current.json").write_bytes(content if isinstance(content, bytes) else content.encode())
+    counted = metrics.REFUSED_VERSIONS.labels("bad")._value.get()
+    with pytest.warns(ItemSetWarning, match=f"the item set 'bad' cannot be opened: .*bad/.*{why}"):
+        processes = Processes(tmp_path, item_set_dir=str(folder.parent))
+    assert processes.config.item_set_versions == {"films": films.versions[0].name}
+    for _ in range(2):
+        processes.follower.look()
+    listed = {entry["name"]: entry for entry in processes.follower.listed()}
+    assert listed["films"]["refused_version"] is None
+    assert listed["bad"]["version"] is None
+    assert str(folder) in listed["bad"]["refused_version"]["reason"]
+    assert caplog.text.count("Item set 'bad' is not served: ") == 1
+    assert metrics.REFUSED_VERSIONS.labels("bad")._value.get() == counted + 1
+    with pytest.raises(RefusedError, match="no item set is called 'bad'"):
+        processes.checks[0].made(ItemRequest(item_set="bad"))
+    shutil.rmtree(folder)
+    good = Films(folder, seed=4)
+    processes.follower.look()
+    assert processes.follower.listed()[1]["version"] == good.versions[0].name
+    assert len(processes.engines[0]["bad"]) == good.versions[0].items
+
+
+def of_another_model(bad: Films) -> None:
+    path = bad.folder.parent / "other.itemset"
+    itemset.build([[5000, 6]]).save(path)
+    bad.versions.append(published.publish(path, bad.folder))
+
+
+def written(change: Callable[[bytes], bytes]) -> Callable[[Films], None]:
+    def damage(bad: Films) -> None:
+        path = bad.versions[0].path
+        path.chmod(0o600)
+        path.write_bytes(change(path.read_bytes()))
+
+    return damage
+
+
+INDEXES = {
+    "cut": (written(lambda content: content[:-9]), "build it again"),
+    "no index": (written(lambda content: b"PK not ours" * 99), "is not an item-set index"),
+    "of a later format": (written(lambda content: content[:8] + b"\x63" + content[9:]), "upgrade"),
+    "of another model": (of_another_model, "the model's vocabulary ends at 2111"),
+}
+
+
+@pytest.mark.parametrize("which", INDEXES)
+def test_a_bad_index_in_a_folder_leaves_its_set_out(films, tmp_path, caplog, which):
+    damage, why = INDEXES[which]
+    bad = Films(films.folder.parent / "bad", seed=3)
+    damage(bad)
+    with pytest.warns(ItemSetWarning, match=f"the item set 'bad' .*{why}"):
+        processes = Processes(tmp_path, item_set_dir=str(films.folder.parent))
+    assert [*processes.checks[0].catalogue.registered] == ["films"]
+    processes.follower.look()
+    refused = {entry["name"]: entry["refused_version"] for entry in processes.follower.listed()}
+    assert (refused["films"], refused["bad"]["version"]) == (None, bad.versions[-1].name)
+    assert f"Version {bad.versions[-1].name} of the item set 'bad' is not served: " in caplog.text
+    good = bad.publish()
+    processes.follower.look()
+    assert len(processes.engines[0]["bad"]) == good.items
+
+
+def test_a_set_that_is_named_stops_the_start(films, tmp_path):
+    """Whoever has named it waits for it."""
+    (films.folder / "current.json").write_bytes(b"{}")
+    with pytest.raises(ItemSetError, match=r"the item set 'films' cannot be opened: .*format"):
+        Processes(tmp_path, item_sets={"films": str(films.folder)}, item_set_dir=str(films.folder.parent))
 
 
 def test_a_folder_without_sets_may_get_some(tmp_path):

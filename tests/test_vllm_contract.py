@@ -20,11 +20,15 @@ from vllm.v1.core.sched.output import GrammarOutput
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
+from vllm.v1.sample.logits_processor import LogitsProcessors
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.sampler import Sampler
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.utils import apply_grammar_bitmask
 
-from vllm_static import plugin
+from vllm_static import compat, plugin
 from vllm_static.core import hooks
+from vllm_static.v1 import model_runner
 
 ROOT = Path(__file__).parents[1]
 DRAFTS = 3
@@ -126,6 +130,84 @@ def test_a_step_without_drafts_is_filled_for_many_requests(engine):
     fixed, ragged = (masks[each * i] for i in (1, 0))
     assert not np.array_equal(fixed, ragged)
     assert all(np.array_equal(masks[each * i], fixed if i % 2 else ragged) for i in range(200))
+
+
+@pytest.mark.parametrize("most", [1, 3, 7])
+def test_rows_that_no_draft_has_are_free(engine, named_sets, most):
+    """dspark and dflash draft fewer tokens in a step than they may (vLLM 50924). Since 0.33 a request has a row for all
+    that it may draft: nothing of an earlier step is left in those."""
+    _, manager = engine
+    backend, end = compat.backend_of(manager), manager.tokenizer.eos_token_id
+    words = -(-manager.vllm_config.model_config.get_vocab_size() // 32)
+    items = {name: {tuple(item) for item in named_sets[name].items} for name in ("ragged", "fixed", "prefixes")}
+    requests = {name: of_set(engine, name) for name in items}
+    requests["digits"] = made(engine, "digits", structured_outputs=StructuredOutputsParams(regex="[0-9]{4}"))
+
+    def theirs(structured_output_request_ids=tuple(requests), scheduled_spec_decode_tokens=None):
+        return np.full(((1 + most) * len(structured_output_request_ids), words), 7, np.int32)
+
+    before, backend._least_rows = backend._least_rows, 0
+    try:
+        for counts in ((most, most, most), (0, most, 0), (0, 1, most), (0, 0, 0)):
+            drafts = {
+                name: list(max(sorted(items[name]), key=len))[:count]
+                for name, count in zip(items, counts, strict=True)
+                if count
+            }
+            masks = backend.fill(theirs, manager, requests, list(requests), drafts)
+            assert masks.shape == ((1 + most) * len(requests), words)
+            each = masks.reshape(len(requests), 1 + most, words)
+            for name, rows in zip(items, each, strict=False):
+                tokens = drafts.get(name, [])
+                for i, row in enumerate(rows[: 1 + len(tokens)]):
+                    found = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
+                    assert set(found.tolist()) == legal(items[name], tuple(tokens[:i]), end), (name, i)
+                assert (rows[1 + len(tokens) :] == -1).all(), (name, counts)
+            assert (each[-1] == 7).all()
+    finally:
+        backend._least_rows = before
+
+
+@pytest.mark.parametrize("output", [[[-1, -1, -1], [-1]], [[9, -1], []], [[2_000_000], [-7] * 30]])
+def test_v1_scores_the_same_whatever_output_token_ids_hold(config, output):
+    """Under asynchronous scheduling -1 stands for tokens that are not known yet (vLLM 52461)."""
+
+    def sampled(output_token_ids):
+        metadata = SamplingMetadata(
+            temperature=None, all_greedy=True, all_random=False, top_p=None, top_k=None, generators={},
+            max_num_logprobs=1, no_penalties=True, prompt_token_ids=None, frequency_penalties=torch.zeros(2),
+            presence_penalties=torch.zeros(2), repetition_penalties=torch.ones(2), output_token_ids=output_token_ids,
+            allowed_token_ids_mask=None, bad_words_token_ids={}, logitsprocs=LogitsProcessors(),
+            logprob_token_ids={1: [4, 5, 6]},
+        )  # fmt: skip
+        batch, sampler = SimpleNamespace(sampling_metadata=metadata), Sampler()
+        weighed = ([(0, 0, 0)], torch.ones(1, 1), torch.tensor([9.0]))
+        runner = SimpleNamespace(vllm_config=config, input_batch=batch, sampler=sampler, static_weighed=weighed)
+        logits = torch.linspace(-3, 3, 2 * 40).reshape(2, 40)
+        with torch.compiler.set_stance("force_eager"):
+            found = model_runner.sample(lambda: sampler(logits, batch.sampling_metadata), runner, logits, None)
+        assert batch.sampling_metadata is metadata
+        return found.sampled_token_ids.tolist(), found.logprobs_tensors.logprobs.tolist()
+
+    assert sampled(output) == sampled([[9, 9, 9], [9]])
+
+
+@pytest.mark.parametrize("after", [[], [1], [1, 1, 1], [1, 7], [7], [7, 1]])
+@pytest.mark.parametrize("named", ["ragged", "fixed", "prefixes"])
+def test_drafts_after_an_end_token(engine, named_sets, named, after):
+    """An overlapped step may accept drafts after the end token. None but end tokens are legal there: what is accepted
+    is what the grammar has advanced by, and a rollback of that leads back."""
+    request, end = of_set(engine, named), engine[1].tokenizer.eos_token_id
+    grammar = request.structured_output_request.grammar
+    item = list(max(sorted(map(tuple, named_sets[named].items)), key=len))
+    drafts = [*item, end, *(end if token == 1 else token for token in after)]
+    advanced = len(item) + 1 + next((i for i, token in enumerate(after) if token != 1), len(after))
+    assert grammar.validate_tokens(drafts) == drafts[:advanced]
+    assert grammar.accept_tokens("a", drafts) is (advanced == len(drafts))
+    mask = engine[1].grammar_bitmask({"a": request}, ["a"], {})[:1]
+    assert np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist() == [end]
+    grammar.rollback(advanced)
+    assert grammar.validate_tokens(item) == item
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live import OPTIONS, Films, Served
+from live import OPTIONS, Films, Served, broken
 from live_tests import *  # noqa: F403 - its tests, with the server of this module
 from live_tests import bad
 from servers import start_expecting_failure, wait_for
@@ -20,6 +20,7 @@ PATHS = {"v1": "host", "v2": "device"}
 def start(servers: Any, runner: str, model: Path, folder: Path, *arguments: str, **options: Any) -> Served:
     films = Films(folder / "sets" / "films")
     Films(folder / "sets" / "other", seed=1)
+    broken(folder / "sets" / "broken")
     given = {**OPTIONS, "item_set_cache": str(folder / "cache"), "item_set_path": PATHS[runner], **options}
     flags = ("--guided-decoding-backend", "static", "--additional-config", json.dumps(given), *arguments)
     return Served(servers(runner, model, arguments=flags), folder, films)
@@ -47,6 +48,7 @@ def test_versions_are_counted(served):
     version = served.take_up()
     values = dict(line.rsplit(" ", 1) for line in served.metrics())
     assert float(values['item_set:refused_versions_total{item_set="films"}']) >= 1
+    assert float(values['item_set:refused_versions_total{item_set="broken"}']) == 1
     assert float(values['item_set:refreshes_total{item_set="films"}']) >= 1
     assert f'item_set:version{{item_set="films",version="{version.name}"}}' in values
 

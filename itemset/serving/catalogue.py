@@ -107,7 +107,7 @@ class Catalogue:
 
     def __init__(self, config: StaticConfig) -> None:
         """Open every registered set from its private copy. Raises ItemSetError as `open` and `StaticConfig.at_start`
-        do."""
+        do, but for a set of `item_set_dir`: that is not served."""
         self._config = config
         self._files = {name for name in config.item_sets if not os.path.isdir(config.where(name))}
         self.serving: tuple[Opened, ...] = ()
@@ -122,7 +122,12 @@ class Catalogue:
         self._thread = ThreadPoolExecutor(1, "item-set-versions")
         self._lock = threading.RLock()
         for name, (version, path) in config.at_start().items():
-            self.serve(self.open(name, version, path))
+            try:
+                self.serve(self.open(name, version, path))
+            except ItemSetError as error:
+                if config.item_set_versions is not None:
+                    raise  # the process that has chosen them serves this one
+                config.left_out(name, error)
 
     # Versions of registered sets
 

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from itemset import published
-from itemset.errors import ItemSetError
+from itemset.errors import ItemSetError, ItemSetWarning
 from itemset.masking import Kernels
 from itemset.storage import is_uri
 
@@ -117,7 +118,8 @@ class StaticConfig(msgspec.Struct, frozen=True, kw_only=True):
     def at_start(self) -> dict[str, tuple[str | None, Path | str]]:
         """The version and the file of each set that a process begins with; None for the file's own version.
 
-        Raises ItemSetError as `published.current` does.
+        A set of `item_set_dir` with a bad pointer is none of them (`left_out`). Raises ItemSetError for others, as
+        `published.current` does.
         """
         versions, in_folder = self.item_set_versions, set[str]()
         if versions is not None:
@@ -131,10 +133,18 @@ class StaticConfig(msgspec.Struct, frozen=True, kw_only=True):
                 try:
                     version = version or published.current(path).name
                 except ItemSetError as error:
-                    raise ItemSetError(f"the item set {name!r} cannot be opened: {error}") from error
+                    self.left_out(name, ItemSetError(f"the item set {name!r} cannot be opened: {error}"))
+                    continue
                 path = published.file_of(path, version)
             sets[name] = version, path
         return sets
+
+    def left_out(self, name: str, error: ItemSetError) -> None:
+        """Warn that a set is not served, and why. Raises the error for one that has a name of its own in the options:
+        whoever gave it waits for it. Those of `item_set_dir` are others' business, and are tried again."""
+        if name in self.item_sets:
+            raise error
+        warnings.warn(f"{error}. Other sets are served, and this one once that is mended", ItemSetWarning, stacklevel=3)
 
 
 def _by_name(given: Any) -> dict[str, str]:

@@ -27,7 +27,7 @@ ILLEGAL = Counter("item_set:illegal_answers", "Answers that ended, and are no it
 _SINCE = "When the version that is served was taken up, Unix time."
 VERSIONS = Gauge("item_set:version", _SINCE, ["item_set", "version"], multiprocess_mode="livemax")
 REFRESHES = Counter("item_set:refreshes", "New versions that were taken up.", ["item_set"])
-REFUSED_VERSIONS = Counter("item_set:refused_versions", "Versions that could not be served.", ["item_set"])
+REFUSED_VERSIONS = Counter("item_set:refused_versions", "Versions that could not be served, or named.", ["item_set"])
 
 _versions: dict[str, str] = {}
 

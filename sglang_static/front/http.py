@@ -81,6 +81,8 @@ class ItemSetFields(http_bodies.BodyMiddleware):
         if named or given.get(BEAMS):  # which a set inside a constraint excludes
             noted.fields = own
         _move_within_the_contract(given)
+        if named and ours and path == "/generate":
+            _refuse_mistyped(given)
 
     async def make(self, request: Any, given: Any) -> None:
         """Judge a request that is to be streamed, and make its sets. Raises as `FrontEnd.judge` does."""
@@ -136,6 +138,16 @@ def _move_within_the_contract(body: dict[str, Any]) -> None:
             if twice := [word for word in ours if (custom or {}).get(word) is not None]:
                 raise RefusedError("two constraints", f"{twice[0]} is given twice, also in {CUSTOM}: give one of them")
             one[CUSTOM] = {**(custom or {}), **{word: one.pop(word) for word in ours}}
+
+
+def _refuse_mistyped(body: Mapping[str, Any]) -> None:
+    """Raises RefusedError, with its name, for a field of /generate that SGLang cannot read: it would name none."""
+    each: dict[str, Any] = {name: {name: value} for name, value in body.items() if name not in (*PROMPTS, PARAMS)}
+    for params in request_fields.at(body, PARAMS):
+        each |= {f"{PARAMS}.{name}": {PARAMS: {name: value}} for name, value in params.items()}
+    for name, alone in each.items():
+        if (error := compat.contract_error(alone)) is not None:
+            raise request_fields.wrong_type(f"SGLang cannot read {name} ({error}): correct it, or omit it", name)
 
 
 def _refuse_what_is_ignored(path: str, body: dict[str, Any]) -> None:

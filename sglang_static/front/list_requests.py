@@ -44,7 +44,8 @@ async def ranked(generate: Generate, manager: Any, request: Any, http_request: A
 
     async def one(i: int, prompt: str | list[int]) -> dict[str, Any]:
         params = request.sampling_params if isinstance(request.sampling_params, dict) else request.sampling_params[i]
-        tokens = manager.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        encode = manager.static_front_end.encode  # a long text would hold up all other requests
+        tokens = await asyncio.to_thread(encode, prompt) if isinstance(prompt, str) else list(prompt)
         lora = request.lora_path[i] if isinstance(request.lora_path, list) else request.lora_path
         return await _one(generate, manager, lora, request, params, tokens)
 

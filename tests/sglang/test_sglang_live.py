@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live import OPTIONS, Films, Served
+from live import OPTIONS, Films, Served, broken
 from live_tests import *  # noqa: F403 - its tests, with the server of this module
 
 from sglang_static.compat import VARIABLE
@@ -23,6 +23,7 @@ def served(servers, tiny_model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("live")
     films = Films(folder / "sets" / "films")
     Films(folder / "sets" / "other", seed=1)
+    broken(folder / "sets" / "broken")
     flags = ("--item-set-dir", str(folder / "sets"), "--item-set", f"films={films.folder}")
     env = {VARIABLE: json.dumps(options(folder, "device"))}
     server = servers(tiny_model, arguments=("--grammar-backend", "static", *flags), env=env)

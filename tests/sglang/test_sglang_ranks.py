@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+
 import pytest
 from asking import CITIES, inline, named, prompts
 from live import Films
@@ -43,3 +46,31 @@ def test_two_ranks_choose_the_same_beams(ranks):
 
 def test_two_ranks_take_versions_up(ranks, films):
     check_versions(ranks, films, answers=2)
+
+
+def test_masks_of_grammars_on_the_entry_rank_alone(engines, tiny_model, files, named_sets, films):
+    """What SGLang's pull request 39053 will do: sets on the device, sets in JSON and other grammars in one batch."""
+    given = options(films.folder.parent, "device", item_sets=files["item_sets"])
+    env = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "TESTS_SGLANG_ENTRY_RANK": "1"}
+    engine = engines(
+        tiny_model,
+        grammar_backend="static",
+        **files | given,
+        env=env,
+        tp_size=2,
+        constrained_json_disable_any_whitespace=True,
+    )
+    schema = {"type": "object", "properties": {"a": {"type": "string", "item_set": CITIES}}, "required": ["a"]}
+    texts = [{"regex": "[0-9]{9}"}, {"json_schema": json.dumps(schema)}, {"regex": "(ab|c){4}"}]
+    grammars = [{"temperature": 1.0, "max_new_tokens": 60, **one} for one in texts]
+    params = [*map(named, named_sets), inline(CITIES)]
+    asked = [*params, *grammars] * 2
+    found = engine.generate(input_ids=prompts(len(asked)), sampling_params=asked)
+    each = len(asked) // 2
+    for half in (found[:each], found[each:]):
+        check_items(named_sets, [*named_sets, None], half[: len(params)])
+        numbers, field, words = (one["text"] for one in half[len(params) :])
+        assert re.fullmatch("[0-9]{9}", numbers)
+        assert re.fullmatch("(ab|c){4}", words)
+        assert json.loads(field)["a"] in CITIES
+    assert "a rank has left the masks of grammars to the first" in engine.log()

@@ -99,6 +99,26 @@ def test_one_batch_of_sets_and_grammars(server, named_sets):
             }[kind], body
 
 
+MISTYPED = [
+    ({"sampling_params": {"top_k": [1]}}, "SGLang cannot read sampling_params.top_k (invalid type: sequence, expected"),
+    ({"sampling_params": {"min_p": {"a": 1}}}, "SGLang cannot read sampling_params.min_p ("),
+    ({"sampling_params": {"stop": [[]]}}, "SGLang cannot read sampling_params.stop ("),
+    ({"sampling_params": [{"n": 1}, {"sampling_seed": "7"}]}, "SGLang cannot read sampling_params.sampling_seed ("),
+    ({"sampling_params": {"custom_params": {"item_set": "one"}, "regex": 5}}, "cannot read sampling_params.regex ("),
+    ({"stream": "yes"}, "SGLang cannot read stream ("),
+    ({"return_logprob": 2}, "SGLang cannot read return_logprob ("),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), MISTYPED)
+def test_a_field_of_another_type_is_named(server, fields, message):
+    """SGLang's own refusal says what it has expected, and not where."""
+    status, answer = server.post("/generate", {"text": "p", "item_set": "one"} | fields)
+    assert status == 400
+    assert message in str(answer)
+    assert "correct it, or omit it" in str(answer)
+
+
 def test_a_body_of_no_declared_type_loses_nothing(server, named_sets):
     body = json.dumps({"text": "p", "item_set": "one"})
     request = http.client.HTTPConnection(server.url.removeprefix("http://"))

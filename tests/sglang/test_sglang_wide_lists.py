@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
+import threading
+from contextlib import suppress
 from itertools import count
 from typing import Any
 
@@ -15,6 +17,7 @@ from sets import tagged_keys
 from sglang_engines import NGRAM
 
 import itemset
+from itemset.errors import ItemSetError
 from itemset.ranking.lockstep import rows_of_passes
 from sglang_static.scheduler import list_hooks
 
@@ -243,6 +246,32 @@ def test_choosing_beams_waits_for_nothing_and_leaves_rows_out(either, named_sets
     assert sum(rows) < sum(most[: len(rows)]) - 10
 
 
+@pytest.mark.parametrize("prompts", ["a film", ["a film", "another"], "a long evening " * 60])
+def test_prompts_of_lists_are_encoded_beside_the_event_loop(wide, prompts):
+    """A text of megabytes takes minutes there, for all requests."""
+    for params in (ASKED["narrow"], named("prefixes", draws=2, max_new_tokens=9)):
+        counts = wide.call(_encoded, prompts, params)
+        assert counts == [False] * (1 if isinstance(prompts, str) else len(prompts))
+
+
+def _encoded(engine: Any, prompts: Any, params: dict[str, Any]) -> list[bool]:
+    """Whether each prompt of a request was encoded on the event loop's thread."""
+    front_end, loops = engine.tokenizer_manager.static_front_end, list[bool]()
+    encode = front_end.encode
+
+    def noted(prompt: str) -> list[int]:
+        loops.append(threading.current_thread() is threading.main_thread())
+        return encode(prompt)
+
+    front_end.encode = noted
+    try:
+        with suppress(ItemSetError):  # the long one leaves no room
+            engine.generate(prompts, params)
+    finally:
+        del front_end.encode
+    return loops
+
+
 def test_rounds_where_there_is_no_room(wide):
     before = requests(wide)
     found = wide.generate("a film", named("large", beam_width=400, n=3))
@@ -369,6 +398,61 @@ def test_lists_share_a_step_as_far_as_its_rows_go(static):
     assert max(rows for _, rows in steps) > 130
     for (ids, params), output in zip(lists, outputs[:-1], strict=True):
         assert [one[:3] for one in items(output)] == [one[:3] for one in items(with_rounds(small, None, params, ids))]
+
+
+OTHERWISE = {"page_size": 4, "disable_radix_cache": True}
+
+
+@pytest.mark.parametrize("option", OTHERWISE)
+def test_other_caches_give_the_same_answers(static, wide, option):
+    """Lists, draws and answers, all at once and again over what is cached; SGLang has no beam search in pages, and
+    rounds make them there."""
+    greedy = {"temperature": 0, "max_new_tokens": 12}
+    params = [*BOTH, named("tagged", draws=3, sampling_seed=3, replace=False), greedy, named("labels", temperature=0)]
+    asked = [([7, 8, 9, 10, 11, 12 + i], one) for i, one in enumerate(params * 2)]
+    expected = together(wide, asked)
+    engine = static("device", **WIDE, **{option: OTHERWISE[option]})
+    for _ in range(2):
+        for found, wanted in zip(together(engine, asked), expected, strict=True):
+            if "beam_results" not in wanted["meta_info"]:
+                assert found["output_ids"] == wanted["output_ids"]
+                continue
+            by_engine = [found["meta_info"]["beam_results"], wanted["meta_info"]["beam_results"]]
+            tokens, texts = ([[one[word] for one in each] for each in by_engine] for word in ("output_ids", "text"))
+            assert tokens[0] == tokens[1]
+            assert texts[0] == texts[1]
+            np.testing.assert_allclose(scores(found), scores(wanted), atol=1e-4)
+
+
+def test_all_are_aborted_at_once_and_nothing_is_left(wide):
+    """Ten times, in whatever the lists, draws and answers are then. Those after it are as ever."""
+    engine, asked = wide, [([7, 8, i], params) for i, params in enumerate((*BOTH, *BOTH[:2]))]
+    asked.append(([7, 8], named("ragged", temperature=0)))
+    expected, begin = together(engine, asked), len(engine.log())
+    for turn in range(10):
+        for output in engine.call(_aborted, asked, 0.004 * turn):
+            found = output["meta_info"].get("beam_results", [output])
+            assert {one["meta_info"]["finish_reason"]["type"] for one in found} <= {"abort", "stop"}
+    again = together(engine, asked)
+    assert [one["output_ids"] for one in again] == [one["output_ids"] for one in expected]
+    engine.call(lambda engine: engine.loop.run_until_complete(engine.tokenizer_manager.flush_cache(timeout_s=60)))
+    assert set(re.findall("left: .*", engine.log()[begin:])) == {"left: 0 rows, 0 slots"}
+
+
+def _aborted(engine: Any, asked: list[tuple[list[int], dict[str, Any]]], after: float) -> list[Any]:
+    """What is answered to requests that are all taken back after so many seconds."""
+
+    async def each() -> list[Any]:
+        answers = [
+            asyncio.ensure_future(engine.async_generate(input_ids=ids, sampling_params=one)) for ids, one in asked
+        ]
+        await asyncio.sleep(after)
+        engine.tokenizer_manager.abort_request(abort_all=True)
+        _, waiting = await asyncio.wait(answers, timeout=30)
+        assert not waiting
+        return [one.result() for one in answers]
+
+    return engine.loop.run_until_complete(each())
 
 
 def test_rounds_where_sglang_has_no_beam_search(static):

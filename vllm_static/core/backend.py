@@ -191,7 +191,7 @@ class StaticBackend(StructuredOutputBackend):
         drafts. They are as vLLM fills them one after another (v1/structured_output/__init__.py, grammar_bitmask), and
         valid until the next step.
         """
-        hosts, states, rows = list[HostState](), list[int](), list[int]()
+        hosts, states, rows, free = list[HostState](), list[int](), list[int](), list[int]()
         others, other_rows = list[str](), list[int]()
         if not self._least_rows:
             alone = grammar_bitmask(structured_output_request_ids=request_ids[:1], scheduled_spec_decode_tokens={})
@@ -209,6 +209,7 @@ class StaticBackend(StructuredOutputBackend):
                 hosts += [grammar.host] * count
                 states += grammar.host.draft_states(tokens) if tokens else [grammar.host.state]
                 rows += range(row, row + count)
+                free += range(row + count, after)
             row = after
         if not rows:
             return grammar_bitmask()
@@ -217,6 +218,7 @@ class StaticBackend(StructuredOutputBackend):
         bitmask = self._bitmask[:row]
         if others:
             bitmask[other_rows] = grammar_bitmask(structured_output_request_ids=others)
+        bitmask[free] = -1
         fill_bitmasks(hosts, states, rows, bitmask)
         return bitmask
 

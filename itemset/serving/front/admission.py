@@ -26,7 +26,7 @@ class Checks:
         tokenizer: nobody else's; it encodes on several threads. added_tokens: what the engine has added to it.
         on_encoded: told of the texts of inline sets as they are encoded, on another thread.
         Raises ItemSetError: a file that is missing or damaged, a set made with another tokenizer, outside the
-        vocabulary, or with items longer than the context.
+        vocabulary, or with items longer than the context. A set of `item_set_dir` is then not served.
         """
         compile_all()
         self._config, self.words, self._limits, self._added_tokens = config, words, limits, added_tokens
@@ -36,7 +36,11 @@ class Checks:
         self._selections = Chosen(self.catalogue, config, words)
         self._model_print = ""
         for opened in self.catalogue.serving:
-            self._check(opened)
+            try:
+                self._check(opened)
+            except ItemSetError as error:
+                config.left_out(opened.name, error)
+                self.catalogue.drop(opened.name)
 
     def open(self, name: str, version: str, path: Path) -> Opened:
         """Open and check a version of a followed set, which no request gets yet. It may take seconds.

@@ -25,9 +25,9 @@ from itemset.serving.front.request import ItemRequest
 from itemset.serving.front.request_fields import APPROXIMATE, DRAWS, IMPORTANCE, REPLACE, DrawOptions, ListOptions
 from itemset.serving.wire import EngineRequest, ListResult, ListSpec, NoList
 
-SHARE_BESIDE = 32  # of the engine's seats, the part that lists take beside other requests
+FEW = 32  # of the engine's seats, the part that lists may have whatever the others have, if the engine is quick
 SLICE = 32  # items of an answer that are written out in one turn of the event loop
-OTHERS_STAY = 1.0  # seconds for which lists make room after they have met another request
+OTHERS_STAY = 1.0  # seconds for which lists make room after they have met other requests
 PATIENCE = 0.1  # seconds that another request waits at most for what lists have in the engine
 _KEPT = 256  # refusals that are remembered
 DRAWS_OF = "draws of "  # before a set's name, where its lists may be refused and its draws not, or the other way round
@@ -225,16 +225,17 @@ class Pace:
 class Lists:
     """Runs the ranked lists of a front end, all on one event loop, so that other requests hardly notice.
 
-    The searches' own work is done on a thread. Engine requests are made one in a turn of the loop, list by list, and
-    only a few are under way beside other requests; alone, up to half of what the engine takes, as its `Pace` allows.
+    The searches' own work is done on a thread. Engine requests are made one in a turn of the loop, list by list. Beside
+    other requests as many are under way as these are, so that each side has half of a step; or a few, as far as the
+    engine's `Pace` allows. Alone, up to half of what the engine takes, as its `Pace` allows.
     """
 
     def __init__(self, seats: int, unfinished: Callable[[], int]) -> None:
         """seats: requests that the engine runs at a time. unfinished: how many it has now, those of lists included."""
-        self._beside = max(1, seats // SHARE_BESIDE)
-        self._alone = Pace(self._beside, max(1, seats // 2))
+        self._few = max(1, seats // FEW)
+        self._pace = Pace(1, max(1, seats // 2))
         self._unfinished = unfinished
-        self._under_way, self._others_at = 0, -OTHERS_STAY
+        self._under_way, self._others, self._others_at = 0, 0, -OTHERS_STAY
         self._turn, self._freed = asyncio.Lock(), asyncio.Event()
         self._thread = ThreadPoolExecutor(1, "ranked-lists")
 
@@ -278,7 +279,7 @@ class Lists:
                         await self._freed.wait()
                     tasks.append(asyncio.ensure_future(ask(one)))
                     self._under_way += 1
-                    tasks[-1].add_done_callback(partial(self._leave, self._under_way, time.monotonic()))
+                    tasks[-1].add_done_callback(partial(self._leave, self._unfinished(), time.monotonic()))
                     await asyncio.sleep(0)
             return await asyncio.gather(*tasks)
         finally:
@@ -287,12 +288,15 @@ class Lists:
 
     def _leave(self, among: int, began: float, task: asyncio.Future[Any]) -> None:
         if not task.cancelled():
-            self._alone.took(max(among, self._under_way), time.monotonic() - began)
+            # Others' steps are no slowness of lists: all that the engine has share its time.
+            self._pace.took(max(among, self._unfinished(), self._under_way), time.monotonic() - began)
         self._under_way -= 1
         self._freed.set()
 
     def _limit(self) -> int:
-        now = time.monotonic()
-        if self._unfinished() > self._under_way:
-            self._others_at = now
-        return self._beside if now - self._others_at < OTHERS_STAY else self._alone.limit
+        now, others = time.monotonic(), self._unfinished() - self._under_way
+        if others > 0:
+            self._others, self._others_at = others, now
+        if now - self._others_at < OTHERS_STAY:
+            return max(min(self._few, self._pace.limit), min(self._others, self._pace.most))
+        return max(self._few, self._pace.limit)

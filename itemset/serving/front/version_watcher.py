@@ -79,12 +79,12 @@ class Follower:
             threading.Thread(target=self._run, name="item-set-follower", daemon=True).start()
 
     def _run(self) -> None:
-        while True:
-            time.sleep(self._config.item_set_refresh_seconds)
+        while True:  # the first look at once: it says which sets of the folder the start has left out
             try:
                 self.look()
             except Exception:  # the engine may be ending; a follower that ends would be noticed by nobody
                 self._log.exception("Item sets could not be looked at; the next look follows")
+            time.sleep(self._config.item_set_refresh_seconds)
 
     def look(self) -> None:
         """Look at every set once, and take up what is new."""
@@ -118,7 +118,10 @@ class Follower:
 
     def _entry(self, name: str, followed: Followed) -> dict[str, Any]:
         catalogue = self._checks.catalogue
-        refused = followed.refused and {"version": followed.refused.name, "reason": followed.why}
+        refused: dict[str, str | None] | None = None
+        if followed.missed or followed.refused:
+            version = None if followed.missed or not followed.refused else followed.refused.name
+            refused = {"version": version, "reason": followed.missed or followed.why}
         entry = {"name": name, "version": None, "followed": catalogue.follows(name), "refused_version": refused}
         if (opened := catalogue.current(name)) is None:  # it has none that can be served
             return entry
@@ -167,7 +170,9 @@ class Follower:
             except ItemSetError as error:  # of a folder that is away: when it is back, its version is tried again
                 if str(error) != followed.missed:
                     followed.missed = str(error)
-                    self._log.warning("Item set %r stays as it is: %s", name, error)
+                    metrics.REFUSED_VERSIONS.labels(name).inc()
+                    state = "stays as it is" if self._checks.catalogue.current(name) else "is not served"
+                    self._log.warning("Item set %r %s: %s", name, state, error)
                 return
             followed.missed = ""
             current = self._checks.catalogue.current(name)

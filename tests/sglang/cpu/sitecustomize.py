@@ -263,6 +263,38 @@ def limit_memory(module: ModuleType) -> None:
     module.reserve = limited
 
 
+def sample_on_the_entry_rank(module: ModuleType) -> None:
+    """With TESTS_SGLANG_ENTRY_RANK=1, where a batch has grammars all ranks take the first one's tokens, in place of the
+    least of all: as SGLang's pull request 39053 has it."""
+    import torch
+
+    agree = module.Sampler._sync_token_ids_across_tp
+
+    def broadcast(self: Any, tokens: Any, info: Any) -> None:
+        if os.environ.get("TESTS_SGLANG_ENTRY_RANK") != "1":
+            agree(self, tokens, info)
+        elif info.grammars:
+            torch.distributed.broadcast(tokens, src=0, group=self.tp_sync_group)
+
+    module.Sampler._sync_token_ids_across_tp = broadcast
+
+
+def mask_on_the_entry_rank(module: ModuleType) -> None:
+    """The other half of it: no other rank fills or applies a grammar's mask."""
+    import torch
+
+    update = module.SamplingBatchInfo.update_regex_vocab_mask
+
+    def of_entry(self: Any) -> None:
+        if os.environ.get("TESTS_SGLANG_ENTRY_RANK") == "1" and torch.distributed.get_rank() > 0:
+            self.grammar_mask = None
+            print("a rank has left the masks of grammars to the first", flush=True)
+        else:
+            update(self)
+
+    module.SamplingBatchInfo.update_regex_vocab_mask = of_entry
+
+
 def report_fills(module: ModuleType) -> None:
     """Write to the log how many rows of a bitmask each compiled call fills."""
     fill = module._fill_rows
@@ -300,8 +332,10 @@ REPORTS: dict[str, Callable[[ModuleType], None]] = {
     "itemset.serving.hooks": give_further_arguments,
     "itemset.masking.host": report_fills,
     "sglang.srt.beam_search.coordinator": report_reclaimed,
+    "sglang.srt.layers.sampler": sample_on_the_entry_rank,
     "sglang.srt.managers.scheduler": report_left,
     "sglang.srt.managers.tp_worker": report_delays,
+    "sglang.srt.sampling.sampling_batch_info": mask_on_the_entry_rank,
     "sglang_static.scheduler.list_hooks": limit_memory,
     "sglang_static.scheduler.lists": report_reads,
     "sglang_static.scheduler.masks": report_unnamed_reads,

@@ -72,7 +72,7 @@ def check_candidates(engine: Any, named_sets: dict[str, NamedSet], trainer: Trai
     """Each an output of its own: those of a list are the list's items, and draws those of the same seed."""
     options: dict[str, Any] = {"item_logprobs": True, "max_tokens": 20}
     for name in ("ragged", "tagged"):
-        answers = engine.ask([PROMPT, PROMPT], {"item_set": name, "list": True, "n": 4, **options})
+        answers = engine.ask([PROMPT, PROMPT], {"item_set": name, "list": True, "n": 4, "width": 4, **options})
         (found,) = engine.rank(4, prompts=[PROMPT], item_set=name)
         assert len(answers) == 8
         for one in (answers[:4], answers[4:]):

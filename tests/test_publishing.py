@@ -202,10 +202,10 @@ def test_keys_of_different_items_are_refused_unless_they_may_repeat(tokenizers, 
 
 def test_what_is_refused(tokenizers, tmp_path, capsys):  # noqa: F811
     today, folder = write(tmp_path / "today.csv", TODAY), tmp_path / "shop"
-    for words in (["update", "x", "--from", str(today), "--add", str(today), "-o", "y"],):
+    for words in (["--from", today, "--add", today], ["--add", today, "--attribute", "price"], []):
         with pytest.raises(SystemExit):
-            cli.main(words)
-        assert "update needs --add, --remove or both, or --from alone" in capsys.readouterr().err
+            cli.main(["update", "x", *map(str, words), "-o", "y"])
+        assert "update needs --add, --remove or both, or --from alone, which takes" in capsys.readouterr().err
     run(capsys, "publish", today, folder, "--tokenizer", tokenizers[0], "--attribute", "price")
     (folder / "source.json").write_text("{")
     assert cli.main(["publish", str(today), str(folder)]) == 1

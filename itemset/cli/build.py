@@ -89,7 +89,6 @@ def _add_columns(sub: argparse.ArgumentParser) -> None:
     kept = "column to keep for filters: bools, numbers, strings, dates, times or lists of strings; may be repeated"
     sub.add_argument("--attribute", metavar="A", action="append", default=[], help=kept)
     sub.add_argument("--keys-repeat", action="store_true", help="let different items have the same key")
-
     sub.add_argument("--delimiter", metavar="D", help="between the fields of a text file: ',', ';', tab, '|', '::'")
     sub.add_argument("--quotes", choices=["csv", "text"], help="fields may stand in quotes, or quotes are characters")
     sub.add_argument("--header", choices=["yes", "no"], help="whether the first line has the columns' names")
@@ -157,8 +156,8 @@ def choose_columns(args: argparse.Namespace, about: str, before: ItemSet | None)
 
 def update(args: argparse.Namespace) -> None:
     """Write the index of a set with items removed and added."""
-    if not (args.add or args.remove or args.source) or (args.source and (args.add or args.remove)):
-        args.error("update needs --add, --remove or both, or --from alone")
+    if bool(args.source) == bool(args.add or args.remove) or (args.attribute and not args.source):
+        args.error("update needs --add, --remove or both, or --from alone, which takes --attribute")
     output = output_file(args.output)
     start = time.perf_counter()
     before = itemset.load(args.file)

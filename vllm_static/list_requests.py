@@ -22,6 +22,7 @@ from itemset.serving.answer_fields import THOUGHT, item_logprobs, told_of
 from itemset.serving.http_bodies import body, no_body
 from itemset.serving.list_runner import AbortedError, run_together
 from itemset.serving.request import ItemRequest
+from itemset.serving.request_fields import OPTIONS, REFERENCE, wrong_type
 from vllm_static import compat, model_runner_v1
 from vllm_static.single_request import list_params
 
@@ -31,10 +32,26 @@ _NEAR = 8  # tokens before an item that its text may depend on
 
 
 class RankingParams(BeamSearchParams, kw_only=True):  # type: ignore[call-arg]
-    """vLLM's BeamSearchParams with its word for a plugin's arguments: {"item_set": NAME}, and beside it
-    `itemset.serving.request_fields.OPTIONS`."""
+    """vLLM's BeamSearchParams with its word for a plugin's arguments, {"item_set": NAME}, and with that name and the
+    options of a list (`itemset.serving.request_fields.ListOptions`) as fields. Both are merged into `extra_args`."""
 
     extra_args: dict[str, Any] | None = None
+    item_set: str | None = None
+    width: int | Sequence[int] | None = None
+    exact: bool = False
+    renormalised: bool = False
+    max_passes: int | None = None
+    without_end: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises RefusedError for an option that is given twice, with different values."""
+        super().__post_init__()
+        extra = dict(self.extra_args or {})
+        for name in (REFERENCE, *OPTIONS):
+            value = getattr(self, name)
+            if value not in (None, False) and extra.setdefault(name, value) != value:
+                raise wrong_type(f"{name} is {value!r}, and in extra_args {extra[name]!r}: give one", name)
+        self.extra_args = extra or None
 
 
 class DrawParams(RankingParams, kw_only=True):  # type: ignore[call-arg]
@@ -140,6 +157,7 @@ def offline(
     # All that is written out goes through the tokenizer and the set together.
     after = [[[*item.tokens, end_token] for item in best.items] for best in results]
     texts = _texts(tokenizer, [one.prompt for one in lists], after, skip_special_tokens=params.skip_special_tokens)
+    items = iter(_decoded(tokenizer, [item.tokens for one in results for item in one.items], skip_special_tokens=False))
     entries = described(results, lists[0].job.item_set, lists[0].job.of_set) if lists else []
     outputs = []
     for i, best in enumerate(results):
@@ -157,6 +175,7 @@ def offline(
             )
             for name in ("key", "keys", *(_OF_DRAW & entry.keys())):
                 setattr(sequence, name, entry[name])
+            sequence.item_text = next(items)  # without the prompt and the end token
             sequence.item_set_version = entry.get("item_set_version")
             if logs[i].items:
                 sequence.item_logprobs = item_logprobs(*logs[i].items[len(sequences)])

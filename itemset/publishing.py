@@ -32,7 +32,7 @@ def publish_source(
             if not keys_repeat:
                 refuse_repeated(source, how.get("key"), s, how.get("tokenizer"), scratch)
             s.save(scratch / "index")
-            by_key = bool(how.get("key"))
+            by_key = bool(how.get("key") or how.get("keep_text"))
             said = None if before is None else changes(before, s, by_key=by_key, folder=scratch)
             return publish(scratch / "index", folder, keep=keep), said
     except OSError as error:

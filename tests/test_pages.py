@@ -84,7 +84,9 @@ def test_publishing(tmp_path, tiny_model, films):
     published.publish(tmp_path / "earlier.itemset", tmp_path / "sets" / "films")
     (tmp_path / "tomorrow.csv").write_text("sku;name\n7;Red lamp\n8;Blue lamp\n")
     items = earlier.tokens([2, 4])
-    (version, renewed, _) = pages.follow("publishing.md", tmp_path, tiny_model, itemset=itemset, tokenizer=films, items=items)
+    (version, renewed, _) = pages.follow(
+        "publishing.md", tmp_path, tiny_model, itemset=itemset, tokenizer=films, items=items
+    )
     assert version.split()[1:] == ["2", "16"]
     assert renewed.split()[1] == "None"
     assert published.load_current(tmp_path / "sets" / "films")[0].items == 15  # rolled back

@@ -15,11 +15,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_cli import tokenizers  # noqa: F401
+from tokenizers import normalizers
 
 import itemset
 from itemset import ItemSetError, cli, published
 from itemset.building.key_rows import Changes, changes
 from itemset.publishing import publish_source
+from itemset.source_sets import with_indexes
 from itemset.text import load_tokenizer
 
 ROWS = st.lists(
@@ -213,3 +215,43 @@ def test_what_is_refused(tokenizers, tmp_path, capsys):  # noqa: F811
     (folder / "source.json").unlink()
     assert cli.main(["publish", str(today), str(folder)]) == 1
     assert "the set was built with the tokenizer one: give it (--tokenizer DIR)" in capsys.readouterr().err
+
+
+ALTERED = {  # texts that a tokenizer with such a normaliser gives back as others, two of them as the same
+    "lower": (normalizers.Lowercase(), ["iPhone", "IPHONE", "cable"]),
+    "strip": (normalizers.Strip(), ["desk ", " desk", "lamp"]),
+    "nfkc": (normalizers.NFKC(), ["Caf\u00e9 \u2460", "Cafe\u0301 1", "\uff21\uff22"]),
+}
+
+
+@pytest.mark.parametrize("kind", [*ALTERED])
+def test_texts_that_a_tokenizer_alters_can_be_the_keys(kind, tokenizers, tmp_path, capsys):  # noqa: F811
+    normalizer, texts = ALTERED[kind]
+    tokenizer = load_tokenizer(tokenizers[0])
+    tokenizer.backend_tokenizer.normalizer = normalizer
+    tokenizer.save_pretrained(tmp_path / "altering")
+    given, tokenizer = ["--tokenizer", str(tmp_path / "altering")], load_tokenizer(str(tmp_path / "altering"))
+    (tmp_path / "items.txt").write_text("\n".join(texts) + "\n")
+    parquet.write_table(pa.table({"title": texts, "id": range(3)}), tmp_path / "items.parquet")
+    for name in ("items.txt", "items.parquet"):
+        path, columns = tmp_path / name, ["--column", "title"] if name == "items.parquet" else []
+        assert cli.main(["build", str(path), *columns, *given, "-o", f"{path}.itemset"]) == 0
+        assert "makes of the texts as they are given" in capsys.readouterr().err
+        assert cli.main(["build", str(path), *columns, *given, "--keep-text", "-o", f"{path}.itemset"]) == 0
+        s = itemset.load(f"{path}.itemset")
+        assert s.keys_of(s.items()) == sorted([texts[:2], texts[2:]], key=lambda some: s.tokens(some[:1]))
+        assert s.lookup_text(texts, tokenizer) == [texts[0], texts[0], texts[2]]
+        options = {"item_sets": {"x": f"{path}?keep_text=yes"}, "item_set_cache": str(tmp_path)}
+        with pytest.warns(itemset.ItemSetWarning):
+            opened = itemset.load(with_indexes(options, lambda: tokenizer)["item_sets"]["x"])
+        assert opened.to_bytes() == s.to_bytes()
+        folder = tmp_path / f"set of {kind}"
+        for words in ([*given, "--keep-text"], []):
+            assert cli.main(["publish", str(path), str(folder), *words]) == 0
+            said = capsys.readouterr().out
+        assert "0 gone, 0 new, 0 changed, 3 the same" in said
+        assert published.load_current(folder)[1].to_bytes() == s.to_bytes()
+    for more in (["items.parquet", "--column", "title", "--key", "id"], ["ids.npy"]):
+        np.save(tmp_path / "ids.npy", np.array([[1, 2]]))
+        assert cli.main(["build", str(tmp_path / more[0]), *more[1:], *given, "--keep-text", "-o", "x"]) == 1
+        assert "makes them the keys: it takes texts, and no --key" in capsys.readouterr().err

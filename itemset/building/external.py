@@ -55,6 +55,7 @@ class Source(TypedDict, total=False):
     prefix: str
     escape: Escape | None
     vocab_size: int | None
+    keep_text: bool
 
 
 def build_external(
@@ -65,7 +66,7 @@ def build_external(
     """Build the set of a file's items, byte for byte the one that `sources.read` and `build` or `build_text` make.
 
     path; column, key, attributes, dialect: as for `sources.read`. tokenizer, prefix, escape, vocab_size: as for `build`
-    (token ids) and `build_text` (texts).
+    (token ids) and `build_text` (texts). keep_text: take the texts for keys, as they are given.
     before: the set of an earlier file, whose attributes, prefix, escape and vocab_size are taken if none are given.
     memory: bytes that sorting may take (at least 750 MB are used), and then as much of the tables and of one integer an
     item; by default half of what is available. What is more, of about 16 bytes an item, is in files.
@@ -98,7 +99,7 @@ def _as_before(before: ItemSet, path: object, how: dict[str, Any]) -> dict[str, 
         before.check_tokenizer(tokenizer)
     elif before.tokenizer is not None:
         raise ItemSetError(f"the set was built with the tokenizer {before.tokenizer.name}: give it (--tokenizer DIR)")
-    if how.get("key") is None and not are_row_numbers(before.keys):
+    if how.get("key") is None and not (how.get("keep_text") or are_row_numbers(before.keys)):
         raise ItemSetError(
             f"the set has keys, and which column of {path} has them is not known: name it with --key (in Python key=), "
             "or take the row numbers, with --key ''"
@@ -153,10 +154,11 @@ def _store(
             if not stored.items:
                 encoding.check(path, texts=batch.texts is not None)
                 stored.again = read if batch.texts is None and can_read_twice(files) else None
-                stored.key_type = None if batch.keys is None else batch.keys.type
             rows = encoding.rows(batch, stored.items, faults, lossy)
             if rows is None:
                 continue
+            batch = encoding.keyed(batch)
+            stored.key_type = None if batch.keys is None else batch.keys.type
             stored.add(batch, rows)
             if batch.attributes is not None:
                 survey = survey or Survey(batch.attributes.schema)

@@ -89,6 +89,7 @@ def _add_columns(sub: argparse.ArgumentParser) -> None:
     kept = "column to keep for filters: bools, numbers, strings, dates, times or lists of strings; may be repeated"
     sub.add_argument("--attribute", metavar="A", action="append", default=[], help=kept)
     sub.add_argument("--keys-repeat", action="store_true", help="let different items have the same key")
+    sub.add_argument("--keep-text", action="store_true", help="the texts are the keys, as the tokenizer may alter them")
     sub.add_argument("--delimiter", metavar="D", help="between the fields of a text file: ',', ';', tab, '|', '::'")
     sub.add_argument("--quotes", choices=["csv", "text"], help="fields may stand in quotes, or quotes are characters")
     sub.add_argument("--header", choices=["yes", "no"], help="whether the first line has the columns' names")
@@ -122,7 +123,7 @@ def write_index(args: argparse.Namespace, output: Path, before: ItemSet | None =
 
 def how_of(args: argparse.Namespace) -> dict[str, Any]:
     """Return the options of `build_external` that the arguments have."""
-    alike = ("column", "key", "prefix", "escape", "vocab_size", "memory")
+    alike = ("column", "key", "prefix", "escape", "vocab_size", "memory", "keep_text")
     given: dict[str, Any] = {name: getattr(args, name) for name in alike}
     return given | {
         "attributes": [name for name in args.attribute if name] if args.attribute else None,
@@ -143,28 +144,28 @@ def choose_columns(args: argparse.Namespace, about: str, before: ItemSet | None)
     given = [name for name in (args.column, args.key, *attributes) if name]
     names, dialect = names_in(file, Dialect.of(vars(args)), given)
     if not names:
-        return "its items, with row numbers as keys"
+        return f"its items, with {'their texts' if args.keep_text else 'row numbers'} as keys"
     args.column = args.column or item_column([name for name in names if name not in given])
     free = [name for name in names if name not in (*given, args.column)]
-    if args.key is None:
+    if args.key is None and not args.keep_text:
         args.key = key_column(free, [about, Path(args.source).stem], args.source)
     others = ", ".join(repr(name) for name in free if name != args.key)
-    keys = f"keys of {args.key!r}" if args.key else "row numbers as keys"
+    keys = f"keys of {args.key!r}" if args.key else "texts as keys" if args.keep_text else "row numbers as keys"
     taken = f"items of {args.column!r}, {keys}" + (f", nothing of {others} (--attribute)" if others else "")
     return f"{taken}; {dialect}" if dialect.names else taken
 
 
 def update(args: argparse.Namespace) -> None:
     """Write the index of a set with items removed and added."""
-    if bool(args.source) == bool(args.add or args.remove) or (args.attribute and not args.source):
-        args.error("update needs --add, --remove or both, or --from alone, which takes --attribute")
+    if bool(args.source) == bool(args.add or args.remove) or (not args.source and (args.attribute or args.keep_text)):
+        args.error("update needs --add, --remove or both, or --from alone, which takes --attribute and --keep-text")
     output = output_file(args.output)
     start = time.perf_counter()
     before = itemset.load(args.file)
     if args.source:
         taken = choose_columns(args, Path(args.file).stem, before)
         after = write_index(args, output, before)
-        changed = str(changes(before, after, by_key=bool(args.key), folder=output.parent))
+        changed = str(changes(before, after, by_key=bool(args.key or args.keep_text), folder=output.parent))
         _print_written(after, output, start, ("read", taken), ("changes", changed))
         return
     removed: Any = () if args.remove is None else sources.read_keys(args.remove, args.key, Dialect.of(vars(args)))

@@ -22,8 +22,8 @@ from itemset.publishing import publish_source
 from itemset.storage import SourceFile
 
 SOURCE = "source.json"
-"""In the folder of a published set: how the last file of items was read that was published there."""
-_KEPT = ("column", "key", "keys_repeat", "tokenizer", "revision", *WORDS)  # no code is run because a file says so
+"""In the folder of a published set: how the last file of items was read there, but for leave to run its code."""
+_KEPT = ("column", "key", "keys_repeat", "keep_text", "tokenizer", "revision", *WORDS)
 
 
 def add_to(command: Command) -> None:

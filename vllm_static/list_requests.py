@@ -13,12 +13,14 @@ from typing import Any
 
 import numpy as np
 from vllm import CompletionOutput, RequestOutput
+from vllm.platforms import current_platform
 from vllm.sampling_params import BeamSearchParams, SamplingParams
 from vllm.utils import random_uuid
 
 from itemset.ranking.scored_tree import Answer, Pass
 from itemset.ranking.search import Found, TokenScores, described
 from itemset.serving.answer_fields import THOUGHT, item_logprobs, told_of
+from itemset.serving.catalogue import RefusedError
 from itemset.serving.http_bodies import body, no_body
 from itemset.serving.list_runner import AbortedError, run_together
 from itemset.serving.request import ItemRequest
@@ -81,6 +83,7 @@ class RankedList:
         begun = thought.jobs.pop() if thought is not None and thought.jobs else None
         self.job, placeholders = begun or front_end.list_job(asked, end_token, prompt_tokens=len(prompt))
         self.search, self.prompt, self.whole_prompt = self.job.search, prompt, [*prompt, *placeholders]
+        self._adapters = front_end.vllm_config.lora_config is not None
         self._end, self._v2, self._logged = end_token, front_end.v2, bool(asked.weighed)
 
     def token_scores(self, best: Found) -> TokenScores:
@@ -103,8 +106,15 @@ class RankedList:
     def ask(self, one: Pass, *, cached: bool) -> tuple[list[int], SamplingParams]:
         """The prompt and the parameters of the request that scores a pass.
 
-        cached: whether it may use the prefix cache, of which the answer lacks the tokens' rows (`missing`).
+        cached: whether it may use the prefix cache, of which the answer lacks the tokens' rows (`missing`). Raises
+        RefusedError on a CPU with LoRA adapters: scoring several prompts at once would end vLLM's engine.
         """
+        if self._adapters and current_platform.is_cpu():
+            raise RefusedError(
+                "beam search",
+                "this list or these draws take rounds of requests, at which vLLM's engine would end on a CPU with LoRA "
+                "adapters: merge the adapter into the model, or ask for sampled answers",
+            )
         common: dict[str, Any] = {
             "max_tokens": 1,
             "temperature": 0.0,

@@ -34,7 +34,6 @@ PROGRAMS = {  # commands whose words are tried, and where
     "here": ("itemset", "python3 bootstrap.py", "python3 examples/playground.py"),
     "test_vllm_inside.py, test_sglang_inside.py": ("curl",),
     "test_vllm_deployment.py": (
-        "vllm serve",
         "python -m vllm.entrypoints.openai.api_server",
         "python -m itemset.serving.warm_up",
     ),

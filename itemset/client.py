@@ -8,7 +8,7 @@ import inspect
 import json
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, overload
 
 if TYPE_CHECKING:
@@ -25,7 +25,8 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Item:
-    """An item of a set: its key, None if nobody has said it; its text; in lists and draws its score, a log-probability.
+    """An item of a set: its key, None if nobody has said it; its text; in lists and draws its score, a log-probability,
+    and all its keys, of which `key` is the first. version: of a published set, by which the answer was made.
 
     `Item["films"]` is the type of a Pydantic field that holds an item of the set `films`.
     """
@@ -33,6 +34,8 @@ class Item:
     key: int | str | None
     text: str
     score: float | None = None
+    keys: tuple[int | str, ...] = field(default=(), compare=False, repr=False)
+    version: str | None = field(default=None, compare=False, repr=False)
 
     def __class_getitem__(cls, item_set: Sets) -> Any:
         return Annotated[cls, Of(item_set)]
@@ -199,4 +202,5 @@ def _item(choice: Any) -> Item:
         raise ValueError(
             f"the answer {text!r:.60} is no whole item: max_tokens or a stop string has cut it, or an abort"
         )
-    return Item(item.get("key"), text, item.get("score", item.get("logprob")))
+    key, score = item.get("key"), item.get("score", item.get("logprob"))
+    return Item(key, text, score, tuple(item.get("keys") or (key,)), item.get("item_set_version"))

@@ -22,6 +22,8 @@ from itemset.trie.tables import Trie, build_trie
 from itemset.trie.update import merged
 from itemset.trie.validate import digest_of, lengths_in_order
 
+_ITEMS_AT_ONCE = 1 << 20  # whose tokens are in memory together
+
 
 class Origin(NamedTuple):
     """How a set's items were made: the number that token ids stay below, and what texts were encoded with."""
@@ -239,6 +241,14 @@ class ItemSet:
         """Return the tokens of the items with these numbers."""
         rows = numbering.items_at(self.whole.trie.tables, self._terminal_rank, numbers, self.longest)
         return [part.tolist() for part in np.split(rows.tokens, rows.offsets[1:-1])]
+
+    def numbers_in(self, other: "ItemSet") -> NDArray[np.int64]:
+        """Return the number that each item has in another set, -1 if it is none of that."""
+        parts = np.array_split(np.arange(len(self)), 1 + len(self) // _ITEMS_AT_ONCE)
+        tables, rank = self.whole.trie.tables, self._terminal_rank
+        return np.concatenate(
+            [other._numbers_of(numbering.items_at(tables, rank, part, self.longest)) for part in parts]
+        )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the index file; an existing one is replaced at once. Raises ItemSetError if it cannot be written."""

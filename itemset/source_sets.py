@@ -36,7 +36,8 @@ from itemset.trie.attributes import kind_of
 from itemset.trie.file import FORMAT, MAGIC
 
 KEPT_SECONDS = 30 * 24 * 3600  # that an index stays after a server was last started with it
-_WORDS = ("column", "key", "attribute", "prefix", "escape", *WORDS, "keys_repeat")  # options of `itemset build`
+_FLAGS = ("keys_repeat", "keep_text")  # =yes
+_WORDS = ("column", "key", "attribute", "prefix", "escape", *WORDS, *_FLAGS)  # options of `itemset build`
 RULES = 3  # of how files are judged: an index that others have made is built anew
 
 Tokenizer = str | Callable[[], Any]
@@ -161,11 +162,11 @@ def _built(name: str, path: str, words: dict[str, list[str]], tokenizer: Callabl
         for old in folder.glob("*.itemset"):
             if time.time() - old.stat().st_mtime > KEPT_SECONDS:
                 old.unlink()
-        given = [f"--{option}={value}" for option, values in chosen.items() for value in values]
-        given = ["--keys-repeat" if one.startswith("--keys_repeat") else one for one in given]
+        given = [f"--{option}={value}" for option, values in chosen.items() for value in values if option not in _FLAGS]
+        given += [f"--{option.replace('_', '-')}" for option in _FLAGS if chosen.get(option, ["no"]) != ["no"]]
         written = f", {dialect}" if dialect.names else ""
         say(f"item set {name!r}: building an index of {path} ({' '.join(given) or 'its items'}{written})")
-        if "key" not in chosen and names:
+        if not {"key", "keep_text"} & chosen.keys() and names:
             say(f"item set {name!r}: no column has the keys, row numbers are the keys ({name}={path}?key=COLUMN)")
         others = [other for other in names if other and not any(other in values for values in chosen.values())]
         if others and "attribute" not in words:
@@ -195,7 +196,7 @@ def _choose(name: str, path: str, names: list[str], chosen: dict[str, list[str]]
         chosen["column"] = [column]
     if chosen.get("key") == [""]:
         del chosen["key"]
-    elif "key" not in chosen:
+    elif not {"key", "keep_text"} & chosen.keys():
         about = [name, Path(path.partition("*")[0]).stem]
         key = key_column([one for one in free if one not in chosen["column"]], about, path)
         if key is not None:

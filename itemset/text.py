@@ -137,7 +137,8 @@ class Lossy:
             before, after = map(shown, self.example)
             warnings.warn(
                 f"{self.count:,} items come back from the tokenizer with another text, such as {before} as {after}: "
-                "answers have that one, and items that become equal are folded; tell them by their keys",
+                "answers have that one, and items that become equal are folded; tell them by their keys, which "
+                "--keep-text (in a source &keep_text=yes) makes of the texts as they are given",
                 ItemSetWarning,
                 stacklevel=3,
             )

@@ -47,6 +47,7 @@ def check(server: Any) -> None:
     best = rank(client, "films", "A film: ", n=4, width=12)
     assert known(best)
     assert len(best) == len({item.key for item in best}) == 4
+    assert all(item.keys == (item.key,) for item in best)
     assert [item.score for item in best] == sorted((item.score for item in best), reverse=True)
     late = rank(client, "films", MESSAGES, n=12, item_filter=LATE, exclude_keys=[12])
     assert {item.key for item in late} == {9, 10, 11}

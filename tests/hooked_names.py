@@ -85,13 +85,13 @@ def problems(read: Read, around: Mapping[str, Sequence[Callable[..., Any]]]) -> 
 
 
 def find(read: Read, module: str, path: list[str]) -> ast.stmt | None:
-    """The definition that `path` names, in the module or where that imports it from; also inherited in one module."""
+    """The definition that `path` names, in the module or where that imports it from; also inherited."""
     tree = parsed(read, module)
     if tree is None:
         return None
     for node in statements(tree.body):
         if isinstance(node, ast.ClassDef | Function) and node.name == path[0]:
-            return node if len(path) == 1 else _member(tree, node, path[1])
+            return node if len(path) == 1 else _member(read, module, node, path[1])
         if isinstance(node, ast.Assign) and any(ast.unparse(name) == path[0] for name in node.targets):
             return node
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -101,14 +101,13 @@ def find(read: Read, module: str, path: list[str]) -> ast.stmt | None:
     return None
 
 
-def _member(tree: ast.Module, node: ast.stmt, name: str) -> ast.stmt | None:
+def _member(read: Read, module: str, node: ast.stmt, name: str) -> ast.stmt | None:
     if not isinstance(node, ast.ClassDef):
         return None
     for inner in statements(node.body):
         if isinstance(inner, Function) and inner.name == name:
             return inner
-    bases = {base.id for base in node.bases if isinstance(base, ast.Name)}
-    inherited = (_member(tree, other, name) for other in tree.body if getattr(other, "name", None) in bases)
+    inherited = (find(read, module, [base.id, name]) for base in node.bases if isinstance(base, ast.Name))
     return next(filter(None, inherited), None)
 
 

@@ -22,6 +22,7 @@ ALLOWED = {
     "select": "errors trie item_set opening",
     "published": "errors storage trie item_set opening",
     "building": "errors text storage trie item_set",
+    "publishing": "errors item_set published building",
     "masking": "errors trie item_set",
     "ranking": "errors text trie item_set masking",
     "embedded": "errors trie item_set opening select masking",
@@ -31,7 +32,7 @@ ALLOWED = {
     "devices": "masking ranking",
     "adapters": "errors trie item_set masking ranking draft_head training",
     "__init__": "errors trie item_set opening select building",
-    "cli": "errors text storage trie item_set published building draft_head __init__",
+    "cli": "errors text storage trie item_set published building publishing draft_head __init__",
     "__main__": "cli",
     "source_sets": "errors text storage trie published building serving cli",
 }

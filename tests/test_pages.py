@@ -34,7 +34,6 @@ PROGRAMS = {  # commands whose words are tried, and where
     "here": ("itemset", "python3 bootstrap.py", "python3 examples/playground.py"),
     "test_vllm_inside.py, test_sglang_inside.py": ("curl",),
     "test_vllm_deployment.py": (
-        "vllm serve",
         "python -m vllm.entrypoints.openai.api_server",
         "python -m itemset.serving.warm_up",
     ),
@@ -82,9 +81,13 @@ def test_publishing(tmp_path, tiny_model, films):
     earlier = itemset.load(tmp_path / "films.itemset").updated(remove=[1])
     earlier.save(tmp_path / "earlier.itemset")
     published.publish(tmp_path / "earlier.itemset", tmp_path / "sets" / "films")
+    (tmp_path / "tomorrow.csv").write_text("sku;name\n7;Red lamp\n8;Blue lamp\n")
     items = earlier.tokens([2, 4])
-    (version, _) = pages.follow("publishing.md", tmp_path, tiny_model, itemset=itemset, tokenizer=films, items=items)
+    (version, renewed, _) = pages.follow(
+        "publishing.md", tmp_path, tiny_model, itemset=itemset, tokenizer=films, items=items
+    )
     assert version.split()[1:] == ["2", "16"]
+    assert renewed.split()[1] == "None"
     assert published.load_current(tmp_path / "sets" / "films")[0].items == 15  # rolled back
     assert len(itemset.load(tmp_path / "films2.itemset")) == 16 + 1 - 2 - 2
 

@@ -19,6 +19,7 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import BeamSearchParams, StructuredOutputsParams
 
+from itemset import ItemSetError
 from vllm_static.front.list_requests import DrawParams, RankingParams, ScoringParams
 
 
@@ -49,6 +50,31 @@ def test_texts_are_those_of_each_item(engine, name):
     made = engine.call(texts, name)
     assert len(made) == 12
     assert [text for text, _ in made] == [alone for _, alone in made]
+
+
+def of_fields(llm: Any) -> list[tuple[Any, Any]]:
+    """Lists by RankingParams' fields, and by the same words in its extra_args."""
+    each = ({"width": 30}, {"exact": True}, {"width": [20, 40], "without_end": True}, {"renormalised": True}, {})
+    prompts, lists = [{"prompt_token_ids": PROMPT}], []
+    for words in each:
+        named = RankingParams(beam_width=6, max_tokens=40, item_set="ragged", **words)
+        extra = RankingParams(beam_width=6, max_tokens=40, extra_args={"item_set": "ragged", **words})
+        both = [llm.beam_search(prompts, params)[0] for params in (named, extra)]
+        lists.append(tuple([(one.keys, one.cum_logprob) for one in output.sequences] for output in both))
+    tokenizer, (output,) = llm.get_tokenizer(), llm.beam_search(prompts, extra)
+    assert [one.item_text for one in output.sequences] == [
+        tokenizer.decode(one.tokens[len(PROMPT) : -1]) for one in output.sequences
+    ]
+    assert all(one.text.endswith(one.item_text) and one.text != one.item_text for one in output.sequences)
+    return lists
+
+
+def test_options_of_a_list_are_fields_too(engine):
+    made = engine.call(of_fields)
+    assert all(named == extra and len(named) == 6 for named, extra in made)
+    assert len({str(named) for named, _ in made}) > 2
+    with pytest.raises(ItemSetError, match="width is 30, and in extra_args 20: give one"):
+        RankingParams(beam_width=6, max_tokens=40, width=30, extra_args={"width": 20})
 
 
 def check_scores_beside_others(engine: Any) -> None:

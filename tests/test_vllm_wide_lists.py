@@ -23,6 +23,7 @@ from samples import CHURNED
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
 
@@ -389,13 +390,13 @@ def adapted(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> tuple
     return str(adapter), merged
 
 
-def with_adapter(llm: Any, adapter: str | None, lengths: list[int]) -> list[list[Item]]:
-    lora = None if adapter is None else LoRARequest("adapter", 1, adapter)
+def with_adapter(llm: Any, adapter: str | None, lengths: list[int], number: int = 1) -> list[list[Item]]:
+    lora = None if adapter is None else LoRARequest("adapter", number, adapter)
     prompts = [{"prompt_token_ids": prompt_of(length)} for length in lengths]
     return [items_of(one) for one in llm.generate(prompts, asked("fixed", 9, 6, False), lora_request=lora)]
 
 
-def test_lists_of_lora_adapters(engines, tiny_model, static, adapted):
+def test_lists_of_lora_adapters(engines, tiny_model, static, adapted, tmp_path):
     """The beams have their prompt's adapter. Not both in one batch: on a CPU vLLM gives an adapter to all of it.
 
     Nine beams with tails have more tokens than a step, for which the adapters have buffers.
@@ -410,6 +411,40 @@ def test_lists_of_lora_adapters(engines, tiny_model, static, adapted):
             same(items, [(tokens, score) for score, tokens in scored])
             assert len(items) == 6
     assert "not of a set's own: LoRA adapters may change the head" in engine.log()
+    changed = tmp_path / "changed"  # of the same name, whose prompts the prefix cache must not take for the other's
+    shutil.copytree(adapter, changed)
+    weights = load_file(changed / "adapter_model.safetensors")
+    save_file({name: 0 * weight for name, weight in weights.items()}, changed / "adapter_model.safetensors")
+    for number, path, model in ((1, adapter, merged), (2, str(changed), tiny_model), (1, adapter, merged)):
+        for length, items in zip(lengths, engine.call(with_adapter, path, lengths, number), strict=True):
+            scored = oracle_of(model, prompt_of(length))([tokens for tokens, _ in items])
+            same(items, [(tokens, score) for score, tokens in scored])
+    check_rounds(engine, adapter)
+
+
+def check_rounds(engine: Any, adapter: str) -> None:
+    """On a CPU vLLM's scores of several prompts end its engine if it takes adapters: such lists are refused."""
+    for path, words in ((adapter, {"exact": True}), (None, {"width": 900}), (adapter, {"max_passes": 3})):
+        with pytest.raises(VLLMValidationError, match="would end on a CPU with LoRA adapters: merge the adapter"):
+            engine.call(rounds_under, path, words)
+    assert engine.call(answered_under, adapter) is not None
+
+
+def rounds_under(llm: Any, adapter: str | None, words: dict[str, Any]) -> None:
+    lora = None if adapter is None else LoRARequest("adapter", 1, adapter)
+    params = RankingParams(beam_width=6, max_tokens=40, item_set="fixed", **words)
+    llm.beam_search([{"prompt_token_ids": prompt_of(40)}], params, lora_request=lora)
+
+
+def answered_under(llm: Any, adapter: str) -> Any:
+    params = SamplingParams(max_tokens=40, extra_args={"item_set": "fixed"})
+    lora, prompt = LoRARequest("adapter", 1, adapter), {"prompt_token_ids": prompt_of(40)}
+    return llm.generate(prompt, params, lora_request=lora)[0].outputs[0].item
+
+
+def test_rounds_under_an_adapter_on_v1(engines, tiny_model, static, adapted):
+    """Where all lists take rounds."""
+    check_rounds(engines("v1", tiny_model, **static, enable_lora=True, max_lora_rank=8), adapted[0])
 
 
 def with_ranks(llm: Any, lengths: list[int]) -> tuple[list[list[Item]], list[list[Item]], list[list[int]], list[Any]]:

@@ -31,7 +31,7 @@ from itemset.item_set import ItemSet, Origin
 from itemset.storage import files_at
 from itemset.text import Escape, Lossy, identify
 from itemset.trie.attributes import Survey, Writer
-from itemset.trie.keys import Keys, in_item_order
+from itemset.trie.keys import Keys, are_row_numbers, in_item_order
 from itemset.trie.rows import Rows, joined, sort_unique, token_dtype
 from itemset.trie.tables import build_trie
 
@@ -55,25 +55,30 @@ class Source(TypedDict, total=False):
     prefix: str
     escape: Escape | None
     vocab_size: int | None
+    keep_text: bool
 
 
 def build_external(
-    path: str | os.PathLike[str], *, memory: int | None = None, folder: str | os.PathLike[str] | None = None,
-    progress: Progress = lambda stage, share: None, **source: Unpack[Source],
+    path: str | os.PathLike[str], *, before: ItemSet | None = None, memory: int | None = None,
+    folder: str | os.PathLike[str] | None = None, progress: Progress = lambda stage, share: None,
+    **source: Unpack[Source],
 ) -> ItemSet:  # fmt: skip
     """Build the set of a file's items, byte for byte the one that `sources.read` and `build` or `build_text` make.
 
     path; column, key, attributes, dialect: as for `sources.read`. tokenizer, prefix, escape, vocab_size: as for `build`
-    (token ids) and `build_text` (texts).
+    (token ids) and `build_text` (texts). keep_text: take the texts for keys, as they are given.
+    before: the set of an earlier file, whose attributes, prefix, escape and vocab_size are taken if none are given.
     memory: bytes that sorting may take (at least 750 MB are used), and then as much of the tables and of one integer an
     item; by default half of what is available. What is more, of about 16 bytes an item, is in files.
     folder: for temporary files, on a disk with room for some three times the tokens, keys and attributes; by default a
     new one in the system's temporary one.
     progress: called with a stage ("reading" or, for texts, "encoding"; "sorting", "merging", "building") and the share
     of it that is done.
-    Raises ItemSetError as those functions do, and if the disk is full.
+    Raises ItemSetError as those functions do, if the disk is full, and if the set before had another tokenizer, or keys
+    where none are named now (key="": the row numbers).
     """
-    how: dict[str, Any] = {**source}
+    how: dict[str, Any] = {**source} if before is None else _as_before(before, path, {**source})
+    how = {name: value for name, value in how.items() if value is not None and value != ""}
     named = {name: how.pop(name) for name in ("column", "key", "attributes", "dialect") if name in how}
     encoding = Encoding(**how)
     memory = available_memory() // 2 if memory is None else memory
@@ -86,6 +91,23 @@ def build_external(
         where = folder or tempfile.gettempdir()
         mend = ": give more disk" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
         raise ItemSetError(f"{path} cannot be sorted in {where}: {error.strerror or error}{mend}") from error
+
+
+def _as_before(before: ItemSet, path: object, how: dict[str, Any]) -> dict[str, Any]:
+    tokenizer, limit = how.get("tokenizer"), before.vocab_size
+    if tokenizer is not None:
+        before.check_tokenizer(tokenizer)
+    elif before.tokenizer is not None:
+        raise ItemSetError(f"the set was built with the tokenizer {before.tokenizer.name}: give it (--tokenizer DIR)")
+    if how.get("key") is None and not (how.get("keep_text") or are_row_numbers(before.keys)):
+        raise ItemSetError(
+            f"the set has keys, and which column of {path} has them is not known: name it with --key (in Python key=), "
+            "or take the row numbers, with --key ''"
+        )
+    limit = None if tokenizer is not None and limit == len(tokenizer) else limit
+    taken = {"attributes": before.attributes.column_names, "prefix": before.prefix, "escape": before.escape}
+    missing = {name: value for name, value in {**taken, "vocab_size": limit}.items() if how.get(name) in (None, "")}
+    return {**how, **missing}
 
 
 def _built(stored: Stored, encoding: Encoding, memory: int, folder: Path, progress: Progress) -> ItemSet:
@@ -132,10 +154,11 @@ def _store(
             if not stored.items:
                 encoding.check(path, texts=batch.texts is not None)
                 stored.again = read if batch.texts is None and can_read_twice(files) else None
-                stored.key_type = None if batch.keys is None else batch.keys.type
             rows = encoding.rows(batch, stored.items, faults, lossy)
             if rows is None:
                 continue
+            batch = encoding.keyed(batch)
+            stored.key_type = None if batch.keys is None else batch.keys.type
             stored.add(batch, rows)
             if batch.attributes is not None:
                 survey = survey or Survey(batch.attributes.schema)

@@ -1,7 +1,7 @@
 """Some consecutive items of a file, with keys and attributes, and how they become token ids."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -38,12 +38,16 @@ class Items:
 
 @dataclass(frozen=True)
 class Encoding:
-    """How items become token ids: options of `build` (token ids) and `build_text` (texts)."""
+    """How items become token ids: options of `build` (token ids) and `build_text` (texts).
+
+    keep_text: whether the texts, as they are given, are the keys.
+    """
 
     tokenizer: Any = None
     prefix: str = ""
     escape: Escape | None = None
     vocab_size: int | None = None
+    keep_text: bool = False
 
     @property
     def limit(self) -> int | None:
@@ -60,6 +64,14 @@ class Encoding:
             raise ItemSetError(f"{path} holds texts: give the model's tokenizer (--tokenizer DIR)")
         if texts and self.vocab_size is not None:
             raise ItemSetError(f"{path} holds texts: omit the vocabulary size (--vocab-size), the tokenizer knows it")
+
+    def keyed(self, items: Items) -> Items:
+        """Return the items, with their texts as keys if these are kept. Raises ItemSetError for token ids, or keys."""
+        if not self.keep_text:
+            return items
+        if items.keys is not None or not items.texts or isinstance(items.texts[0], list):
+            raise ItemSetError("to keep the texts (--keep-text) makes them the keys: it takes texts, and no --key")
+        return replace(items, keys=pa.array(items.texts, pa.large_string()))
 
     def rows(self, items: Items, before: int, faults: Faults, lossy: Lossy | None = None) -> Rows | None:
         """Return the items' tokens, checked; None if some are bad, which are added to the faults.

@@ -6,14 +6,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
 import itemset
 from itemset.building import sources
+from itemset.building.columns import names_in
 from itemset.building.dialects import Dialect
 from itemset.building.external import build_external
 from itemset.building.items import Encoding, Items
+from itemset.building.key_rows import changes, refuse_repeated
+from itemset.building.names import item_column, key_column
 from itemset.building.progress import build_bar
 from itemset.building.scratch import scratch_folder
 from itemset.cli.options import (
@@ -27,9 +29,9 @@ from itemset.cli.options import (
     tokenizer_of,
     unwritable,
 )  # fmt: skip
-from itemset.errors import ItemSetError, shown
+from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
-from itemset.text import decode
+from itemset.trie.keys import are_row_numbers
 
 
 def add_to(command: Command) -> None:
@@ -46,39 +48,48 @@ def add_to(command: Command) -> None:
     sub.add_argument("source", metavar="SOURCE", help=f"{formats}: {places}")
     sub.add_argument("--column", metavar="C", help="column of the items: texts or lists of token ids")
     sub.add_argument("--key", metavar="K", help="column of the keys: integers or strings (default: row numbers)")
-    _add_dialect(sub)
-    kept = "column to keep for filters: bools, numbers, strings, dates, times or lists of strings; may be repeated"
-    sub.add_argument("--attribute", metavar="A", action="append", default=[], help=kept)
-    sub.add_argument("--keys-repeat", action="store_true", help="let different items have the same key")
-    add_tokenizer(sub, "the model's tokenizer: a folder or a Hugging Face name")
-    sub.add_argument("--prefix", metavar="S", default="", help="text before every item, for instance a space")
-    escape = "for items that stand inside longer answers: in JSON strings (escaped as such), or in other text"
-    sub.add_argument("--escape", choices=["json", "text"], help=escape)
-    sub.add_argument("--vocab-size", metavar="N", type=positive, help="refuse token ids of N and above")
-    memory = "memory to sort in, such as 4GB (default: half of what is available); the rest is on disk, beside FILE"
-    sub.add_argument("--memory", metavar="SIZE", type=size, help=memory)
+    add_encoding(sub)
     sub.add_argument("-o", "--output", metavar="FILE", required=True, help="the index file to write")
 
     sub = command(
         "update",
         update,
-        "write an index with items removed and added, the one that building it all again would give",
+        "write an index with items removed and added, or with those of a whole new file, as a build would give it",
         "itemset update films.itemset --add new.csv --column title --key movie_id --tokenizer DIR --remove gone.txt "
-        "-o films2.itemset",
+        "-o films2.itemset\n  itemset update films.itemset --from tomorrow.csv --tokenizer DIR -o films2.itemset",
     )
     sub.add_argument("file", metavar="FILE", help="the index file to begin with; -o may name it, too")
     sub.add_argument("--add", metavar="SOURCE", help="items to add, in any format that build reads")
+    whole = "the whole new file, in place of --add and --remove: what is not in it is gone"
+    sub.add_argument("--from", metavar="SOURCE", dest="source", help=whole)
     sub.add_argument("--column", metavar="C", help="column of the items to add: texts or lists of token ids")
     sub.add_argument("--key", metavar="K", help="column of the keys (default: numbers after the highest key)")
-    _add_dialect(sub)
+    _add_columns(sub)
+    sub.set_defaults(prefix="", escape=None, vocab_size=None, memory=None)
     add_tokenizer(sub, "the tokenizer that the set was built with")
     sub.add_argument("--remove", metavar="KEYS", help="keys to remove: lines of a .txt file, or the column --key")
     sub.add_argument("--missing-ok", action="store_true", help="keys to remove need not be in the set")
     sub.add_argument("-o", "--output", metavar="FILE", required=True, help="the index file to write")
 
 
-def _add_dialect(sub: argparse.ArgumentParser) -> None:
-    """Add the options of delimited text; without them it is judged by its first lines."""
+def add_encoding(sub: argparse.ArgumentParser) -> None:
+    """Add what a build is told beside its columns of items and keys."""
+    add_tokenizer(sub, "the model's tokenizer: a folder or a Hugging Face name")
+    _add_columns(sub)
+    sub.add_argument("--prefix", metavar="S", default="", help="text before every item, for instance a space")
+    escape = "for items that stand inside longer answers: in JSON strings (escaped as such), or in other text"
+    sub.add_argument("--escape", choices=["json", "text"], help=escape)
+    sub.add_argument("--vocab-size", metavar="N", type=positive, help="refuse token ids of N and above")
+    memory = "memory to sort in, such as 4GB (default: half of what is available); the rest is on disk, beside FILE"
+    sub.add_argument("--memory", metavar="SIZE", type=size, help=memory)
+
+
+def _add_columns(sub: argparse.ArgumentParser) -> None:
+    """Add what is kept beside the items, and the options of delimited text, which is judged without them."""
+    kept = "column to keep for filters: bools, numbers, strings, dates, times or lists of strings; may be repeated"
+    sub.add_argument("--attribute", metavar="A", action="append", default=[], help=kept)
+    sub.add_argument("--keys-repeat", action="store_true", help="let different items have the same key")
+    sub.add_argument("--keep-text", action="store_true", help="the texts are the keys, as the tokenizer may alter them")
     sub.add_argument("--delimiter", metavar="D", help="between the fields of a text file: ',', ';', tab, '|', '::'")
     sub.add_argument("--quotes", choices=["csv", "text"], help="fields may stand in quotes, or quotes are characters")
     sub.add_argument("--header", choices=["yes", "no"], help="whether the first line has the columns' names")
@@ -93,16 +104,14 @@ def build(args: argparse.Namespace) -> None:
     _print_written(write_index(args, output), output, start)
 
 
-def write_index(args: argparse.Namespace, output: Path) -> ItemSet:
-    """Write the index that the arguments ask for, and return its set."""
-    alike = ("column", "key", "prefix", "escape", "vocab_size", "memory")
-    given: dict[str, Any] = {name: getattr(args, name) for name in alike}
-    given |= {"attributes": args.attribute, "tokenizer": tokenizer_of(args), "dialect": Dialect.of(vars(args))}
+def write_index(args: argparse.Namespace, output: Path, before: ItemSet | None = None) -> ItemSet:
+    """Write the index that the arguments ask for, and return its set. before: the set of an earlier file."""
+    given = how_of(args)
     try:
         with scratch_folder(output) as folder, build_bar() as progress:
-            s = build_external(args.source, folder=folder, progress=progress, **given)
+            s = build_external(args.source, before=before, folder=folder, progress=progress, **given)
             if not args.keys_repeat:
-                refuse_repeated_keys(args, s, folder)
+                refuse_repeated(args.source, args.key, s, given["tokenizer"], folder)
             progress("writing", 0.0)
             s.save(folder / output.name)
             os.replace(folder / output.name, output)
@@ -112,37 +121,53 @@ def write_index(args: argparse.Namespace, output: Path) -> ItemSet:
     return s
 
 
-def refuse_repeated_keys(args: argparse.Namespace, s: ItemSet, folder: Path) -> None:
-    """Raise ItemSetError if different items have the same key."""
-    if args.key is None:
-        return
-    import duckdb
+def how_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of `build_external` that the arguments have."""
+    alike = ("column", "key", "prefix", "escape", "vocab_size", "memory", "keep_text")
+    given: dict[str, Any] = {name: getattr(args, name) for name in alike}
+    return given | {
+        "attributes": [name for name in args.attribute if name] if args.attribute else None,
+        "tokenizer": tokenizer_of(args),
+        "dialect": Dialect.of(vars(args)),
+    }
 
-    starts = np.arange(len(s.keys) + 1) if s.key_starts is None else s.key_starts
-    owners = np.repeat(np.arange(len(s), dtype=np.uint32), np.diff(starts))
-    pairs = pa.table({"key": s.keys, "item": owners})
-    with duckdb.connect(config={"temp_directory": str(folder)}) as connection:
-        several = connection.from_arrow(pairs).aggregate("key, min(item) a, max(item) b, count(*) n", "key")
-        found = several.filter("a < b").order("n desc, key").fetchall()
-    if not found:
-        return
-    key, *two, _ = found[0]
-    tokenizer = tokenizer_of(args)
-    items = [decode(one, tokenizer) if tokenizer else str(one) for one in s.items_at(np.array(two))]
-    raise ItemSetError(
-        f"{args.source}: keys in column {args.key!r} are those of different items ({len(found):,}), such as {key!r} of "
-        f"{shown(items[0])} and {shown(items[1])}: name another column, none for the row numbers, or allow it "
-        "(--keys-repeat, in a source &keys_repeat=yes)"
-    )
+
+def choose_columns(args: argparse.Namespace, about: str, before: ItemSet | None) -> str:
+    """Choose the columns of the items and keys by their names, unless they are given; return what is taken, for people.
+
+    about: the set's name. before: the set of an earlier file, which has no keys of its own if they are row numbers.
+    """
+    file = sources.files_of(args.source)[0]
+    attributes = args.attribute or ([] if before is None else before.attributes.column_names)
+    if before is not None and args.key is None and are_row_numbers(before.keys):
+        args.key = ""
+    given = [name for name in (args.column, args.key, *attributes) if name]
+    names, dialect = names_in(file, Dialect.of(vars(args)), given)
+    if not names:
+        return f"its items, with {'their texts' if args.keep_text else 'row numbers'} as keys"
+    args.column = args.column or item_column([name for name in names if name not in given])
+    free = [name for name in names if name not in (*given, args.column)]
+    if args.key is None and not args.keep_text:
+        args.key = key_column(free, [about, Path(args.source).stem], args.source)
+    others = ", ".join(repr(name) for name in free if name != args.key)
+    keys = f"keys of {args.key!r}" if args.key else "texts as keys" if args.keep_text else "row numbers as keys"
+    taken = f"items of {args.column!r}, {keys}" + (f", nothing of {others} (--attribute)" if others else "")
+    return f"{taken}; {dialect}" if dialect.names else taken
 
 
 def update(args: argparse.Namespace) -> None:
     """Write the index of a set with items removed and added."""
-    if not (args.add or args.remove):
-        args.error("update needs --add, --remove or both")
+    if bool(args.source) == bool(args.add or args.remove) or (not args.source and (args.attribute or args.keep_text)):
+        args.error("update needs --add, --remove or both, or --from alone, which takes --attribute and --keep-text")
     output = output_file(args.output)
     start = time.perf_counter()
     before = itemset.load(args.file)
+    if args.source:
+        taken = choose_columns(args, Path(args.file).stem, before)
+        after = write_index(args, output, before)
+        changed = str(changes(before, after, by_key=bool(args.key or args.keep_text), folder=output.parent))
+        _print_written(after, output, start, ("read", taken), ("changes", changed))
+        return
     removed: Any = () if args.remove is None else sources.read_keys(args.remove, args.key, Dialect.of(vars(args)))
     source, new, names = Items(), {}, before.attributes.column_names
     if args.add:
@@ -153,8 +178,8 @@ def update(args: argparse.Namespace) -> None:
     after = before.updated(remove=_keys_as_in(before, removed, args.remove), missing_ok=args.missing_ok, **new)
     after.save(output)
     added = len(source)  # of the keys, for an item may have several: one that is removed and added is both
-    changes = f"{len(before.keys) + added - len(after.keys):,} keys removed, {added:,} added"
-    _print_written(after, output, start, ("changes", changes))
+    changed = f"{len(before.keys) + added - len(after.keys):,} keys removed, {added:,} added"
+    _print_written(after, output, start, ("changes", changed))
 
 
 def _print_written(s: ItemSet, output: Path, start: float, *more: tuple[str, str]) -> None:

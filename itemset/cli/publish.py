@@ -1,23 +1,42 @@
 """The subcommand `publish`: for sets that servers follow."""
 
 import argparse
+import json
+import os
 import time
 from datetime import UTC
+from pathlib import Path
+from typing import Any
 
-from itemset import published
-from itemset.building.progress import reading_bar
-from itemset.cli.options import Command, positive, print_table
+import msgspec
+
+from itemset import load, published
+from itemset.building import sources
+from itemset.building.dialects import WORDS
+from itemset.building.progress import build_bar, reading_bar
+from itemset.building.streams import format_of
+from itemset.cli.build import add_encoding, choose_columns, how_of
+from itemset.cli.options import Command, facts, positive, print_table
+from itemset.errors import ItemSetError
+from itemset.publishing import publish_source
+from itemset.storage import SourceFile
+
+SOURCE = "source.json"
+"""In the folder of a published set: how the last file of items was read there, but for leave to run its code."""
+_KEPT = ("column", "key", "keys_repeat", "keep_text", "tokenizer", "revision", *WORDS)
 
 
 def add_to(command: Command) -> None:
     sub = command(
         "publish",
         publish,
-        "make an index file the current version of a published set, a folder that servers follow; list its versions, "
-        "or go back to an earlier one",
-        "itemset publish films.itemset sets/films\n  itemset publish sets/films --rollback",
+        "make an index file, or a whole file of items, the current version of a published set, a folder that servers "
+        "follow; list its versions, or go back to an earlier one",
+        "itemset publish films.itemset sets/films\n  itemset publish films.csv sets/films --tokenizer DIR\n"
+        "  itemset publish sets/films --rollback",
     )
-    sub.add_argument("file", metavar="FILE", nargs="?", help="the index file to publish; it is copied")
+    what = "the index file to publish, which is copied; or a file of items, as build reads, of which one is built"
+    sub.add_argument("file", metavar="FILE", nargs="?", help=what)
     sub.add_argument("folder", metavar="FOLDER", nargs="?", help="the published set, made if it is missing")
     instead = sub.add_mutually_exclusive_group()
     instead.add_argument("--list", action="store_true", help="print the versions, the current one first")
@@ -25,6 +44,10 @@ def add_to(command: Command) -> None:
         "--rollback", metavar="VERSION", nargs="?", const="", help="go back to this version, or to the one before"
     )
     instead.add_argument("--keep", metavar="N", type=positive, help=f"versions to keep (default: {published.KEEP})")
+    named = "; of a file of items (default: as last time, else by its name)"
+    sub.add_argument("--column", metavar="C", help=f"column of the items{named}")
+    sub.add_argument("--key", metavar="K", help=f"column of the keys{named}; '' for the row numbers")
+    add_encoding(sub)
 
 
 def publish(args: argparse.Namespace) -> None:
@@ -40,8 +63,10 @@ def publish(args: argparse.Namespace) -> None:
     if args.list:
         _list(args.folder)
         return
-    start = time.perf_counter()
-    if args.rollback is None:
+    start, more = time.perf_counter(), list[tuple[str, str]]()
+    if args.rollback is None and _is_source(args.file):
+        version, more = _publish_source(args)
+    elif args.rollback is None:
         with reading_bar() as progress:
             version = published.publish(args.file, args.folder, keep=args.keep or published.KEEP, progress=progress)
     else:
@@ -54,9 +79,44 @@ def publish(args: argparse.Namespace) -> None:
             ("items", f"{version.items:,}"),
             ("file", f"{version.path} ({version.bytes:,} bytes)"),
             ("kept", f"{len(published.versions(args.folder))} versions"),
+            *more,
             ("time", f"{time.perf_counter() - start:.1f} s"),
         ]
     )
+
+
+def _is_source(file: str) -> bool:
+    """Return whether a file holds items, by its suffix: a folder or a glob does, all else is an index."""
+    kind = format_of(SourceFile(file, file, 0, None, None))
+    return os.path.isdir(file) or "*" in file or kind in sources.SUFFIXES
+
+
+def _publish_source(args: argparse.Namespace) -> tuple[published.Version, list[tuple[str, str]]]:
+    args.source, path = args.file, Path(args.folder, SOURCE)
+    _fill_in(args, path)
+    before = published.load_current(args.folder)[1] if path.with_name(published.POINTER).exists() else None
+    taken = choose_columns(args, Path(args.folder).name, before)
+    kept: dict[str, Any] = {"keep": args.keep or published.KEEP, "keys_repeat": args.keys_repeat}
+    with build_bar() as progress:
+        version, changed = publish_source(args.source, args.folder, progress=progress, **kept, **how_of(args))
+    if args.tokenizer and os.path.isdir(args.tokenizer):
+        args.tokenizer = os.path.abspath(args.tokenizer)
+    path.write_text(json.dumps({name: getattr(args, name) for name in _KEPT if getattr(args, name) is not None}))
+    rows = [("read", taken), *facts(load(version.path))[1:]]
+    return version, rows if changed is None else [*rows, ("changes", str(changed))]
+
+
+def _fill_in(args: argparse.Namespace, path: Path) -> None:
+    """Take what is not given as it was when a file was last published here."""
+    try:
+        last = msgspec.json.decode(path.read_bytes(), type=dict[str, str | bool])
+    except FileNotFoundError:
+        return
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ItemSetError(f"{path} cannot be read ({error}): delete it, and say again how the file is read") from error
+    for name in _KEPT:
+        if getattr(args, name) in (None, False) and name in last:
+            setattr(args, name, last[name])
 
 
 def _list(folder: str) -> None:

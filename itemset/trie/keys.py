@@ -251,6 +251,13 @@ def are_among(array: pa.Array, values: pa.Array) -> NDArray[np.bool_]:
     return bools(pc.is_in(array, value_set=values))
 
 
+def are_row_numbers(keys: pa.Array) -> bool:
+    """Return whether the keys are 0 .. keys - 1, each once, as they are by default."""
+    if not pa.types.is_integer(keys.type) or tuple(pc.min_max(keys).as_py().values()) != (0, len(keys) - 1):
+        return False
+    return bool(np.bincount(keys.to_numpy(), minlength=len(keys)).all())
+
+
 def bools(array: pa.BooleanArray) -> NDArray[np.bool_]:
     """Return a result of Arrow's, false if it is missing."""
     rows = _bits(array.buffers()[1], array)

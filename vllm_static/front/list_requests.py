@@ -13,15 +13,18 @@ from typing import Any
 
 import numpy as np
 from vllm import CompletionOutput, RequestOutput
+from vllm.platforms import current_platform
 from vllm.sampling_params import BeamSearchParams, SamplingParams
 from vllm.utils import random_uuid
 
 from itemset.ranking.scored_tree import Answer, Pass
 from itemset.ranking.search import Found, TokenScores, described
+from itemset.serving.catalogue import RefusedError
 from itemset.serving.front.answer_fields import item_logprobs, told_of
 from itemset.serving.front.http_bodies import body, no_body
 from itemset.serving.front.list_runner import AbortedError, run_together
 from itemset.serving.front.request import THOUGHT, ItemRequest
+from itemset.serving.front.request_fields import OPTIONS, REFERENCE, wrong_type
 from vllm_static import compat
 from vllm_static.v1 import model_runner
 
@@ -31,10 +34,26 @@ _NEAR = 8  # tokens before an item that its text may depend on
 
 
 class RankingParams(BeamSearchParams, kw_only=True):  # type: ignore[call-arg]
-    """vLLM's BeamSearchParams with its word for a plugin's arguments: {"item_set": NAME}, and beside it
-    `itemset.serving.front.request_fields.OPTIONS`."""
+    """vLLM's BeamSearchParams with its word for a plugin's arguments, {"item_set": NAME}, and with that name and the
+    options of a list (`serving.front.request_fields.ListOptions`) as fields. Both are merged into `extra_args`."""
 
     extra_args: dict[str, Any] | None = None
+    item_set: str | None = None
+    width: int | Sequence[int] | None = None
+    exact: bool = False
+    renormalised: bool = False
+    max_passes: int | None = None
+    without_end: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises RefusedError for an option that is given twice, with different values."""
+        super().__post_init__()
+        extra = dict(self.extra_args or {})
+        for name in (REFERENCE, *OPTIONS):
+            value = getattr(self, name)
+            if value not in (None, False) and extra.setdefault(name, value) != value:
+                raise wrong_type(f"{name} is {value!r}, and in extra_args {extra[name]!r}: give one", name)
+        self.extra_args = extra or None
 
 
 class DrawParams(RankingParams, kw_only=True):  # type: ignore[call-arg]
@@ -64,6 +83,7 @@ class RankedList:
         begun = thought.jobs.pop() if thought is not None and thought.jobs else None
         self.job, placeholders = begun or front_end.list_job(asked, end_token, prompt_tokens=len(prompt))
         self.search, self.prompt, self.whole_prompt = self.job.search, prompt, [*prompt, *placeholders]
+        self._adapters = front_end.vllm_config.lora_config is not None
         self._end, self._v2, self._logged = end_token, front_end.v2, bool(asked.weighed)
 
     def token_scores(self, best: Found) -> TokenScores:
@@ -86,8 +106,15 @@ class RankedList:
     def ask(self, one: Pass, *, cached: bool) -> tuple[list[int], SamplingParams]:
         """The prompt and the parameters of the request that scores a pass.
 
-        cached: whether it may use the prefix cache, of which the answer lacks the tokens' rows (`missing`).
+        cached: whether it may use the prefix cache, of which the answer lacks the tokens' rows (`missing`). Raises
+        RefusedError on a CPU with LoRA adapters: scoring several prompts at once would end vLLM's engine.
         """
+        if self._adapters and current_platform.is_cpu():
+            raise RefusedError(
+                "beam search",
+                "this list or these draws take rounds of requests, at which vLLM's engine would end on a CPU with LoRA "
+                "adapters: merge the adapter into the model, or ask for sampled answers",
+            )
         common: dict[str, Any] = {
             "max_tokens": 1,
             "temperature": 0.0,
@@ -140,6 +167,7 @@ def offline(
     # All that is written out goes through the tokenizer and the set together.
     after = [[[*item.tokens, end_token] for item in best.items] for best in results]
     texts = _texts(tokenizer, [one.prompt for one in lists], after, skip_special_tokens=params.skip_special_tokens)
+    items = iter(_decoded(tokenizer, [item.tokens for one in results for item in one.items], skip_special_tokens=False))
     entries = described(results, lists[0].job.item_set, lists[0].job.of_set) if lists else []
     outputs = []
     for i, best in enumerate(results):
@@ -157,6 +185,7 @@ def offline(
             )
             for name in ("key", "keys", *(_OF_DRAW & entry.keys())):
                 setattr(sequence, name, entry[name])
+            sequence.item_text = next(items)  # without the prompt and the end token
             sequence.item_set_version = entry.get("item_set_version")
             if logs[i].items:
                 sequence.item_logprobs = item_logprobs(*logs[i].items[len(sequences)])

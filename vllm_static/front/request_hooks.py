@@ -215,11 +215,12 @@ async def _check_model(original: Callable[..., Any], self: Any, request: Any) ->
     return await original()
 
 
-@hook("vllm.entrypoints.generate.beam_search.offline:BeamSearchOfflineMixin.beam_search", when=IMPORTED)
+@hook("vllm.entrypoints.llm:LLM.beam_search", when=IMPORTED)
 def _beam_search(
     original: Callable[..., Any], self: Any, prompts: Any, params: Any, lora_request: Any, priority: Any = None
 ) -> Any:  # priority: since vLLM 0.33
-    """Ranked lists offline: vLLM's own loop loses legal candidates, and knows the built-in backends only."""
+    """Ranked lists offline: vLLM's own loop loses legal candidates, and knows the built-in backends only. A plugin that
+    was there first may have put its own there, above the class that has vLLM's."""
     from vllm_static.front import list_requests
     from vllm_static.front.request import asked
 

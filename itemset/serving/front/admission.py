@@ -59,7 +59,7 @@ class Checks:
             raise ItemSetError(
                 f"{called} was built with the tokenizer {item_set.tokenizer.name} "
                 f"({item_set.tokenizer.fingerprint[:12]}), the model uses {model} ({self.fingerprint()[:12]}): build "
-                f"the set with --tokenizer {model}"
+                f"the set with --tokenizer {model}, or start with the set's own, such as an adapter's with more tokens"
             )
         if ends := item_set.occurring(limits.end_tokens):
             raise ItemSetError(
@@ -70,7 +70,7 @@ class Checks:
         if highest >= limits.vocab_size:
             raise ItemSetError(
                 f"{called} holds token id {highest}, the model's vocabulary ends at {limits.vocab_size - 1}: "
-                "build the set with this model's token ids"
+                "build the set with this model's token ids; tokens that an adapter adds need a model merged with it"
             )
         if item_set.longest > limits.context - limits.reserved:
             raise ItemSetError(

@@ -1,0 +1,109 @@
+"""What keys say of sets: which belong to several items, and which are gone, new or changed from a set to the next."""
+
+import os
+import tempfile
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from itemset.errors import ItemSetError, shown
+from itemset.item_set import ItemSet
+from itemset.text import decode
+from itemset.trie.attributes import as_attributes, kind_of
+
+PathLike = str | os.PathLike[str]
+
+
+class Changes(NamedTuple):
+    """How many keys are gone, new, changed (another item, other attributes) and the same; of items without keys, items.
+
+    notes: what else differs: attributes that are new or gone, and types.
+    """
+
+    gone: int
+    new: int
+    changed: int
+    same: int
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        counts = f"{self.gone:,} gone, {self.new:,} new, {self.changed:,} changed, {self.same:,} the same"
+        return "; ".join([counts, *self.notes])
+
+
+def changes(before: ItemSet, after: ItemSet, *, by_key: bool = True, folder: PathLike | None = None) -> Changes:
+    """Compare a set with the one before it, made with the same tokenizer, key by key: items, and attributes of both.
+
+    by_key: False if row numbers are the keys, which say nothing: then item by item. folder: for temporary files.
+    """
+    numbers = before.numbers_in(after)
+    numbers = np.where(numbers < 0, -1 - np.arange(len(before)), numbers)
+    of_both = [_rows(before, numbers, by_key), _rows(after, np.arange(len(after)), by_key)]
+    was, now = (as_attributes(s.attributes, len(s.keys)) for s in (before, after))
+    kinds = [{field.name: kind_of(field.type) for field in table.schema} for table in (was, now)]
+    notes = [f"attribute {name!r} is new" for name in kinds[1].keys() - kinds[0].keys()]
+    notes += [f"attribute {name!r} is gone" for name in kinds[0].keys() - kinds[1].keys()]
+    values, shared = [], sorted(kinds[0].keys() & kinds[1].keys())
+    for i, name in enumerate(shared):
+        values.append(f"v{i}")
+        of_both = [rows.append_column(f"v{i}", table[name]) for rows, table in zip(of_both, (was, now), strict=True)]
+        before_kind, kind = kinds[0][name], kinds[1][name]
+        if kind != before_kind:
+            notes.append(f"attribute {name!r} is {kind} and was {before_kind}")
+        if kind != before_kind and not {kind, before_kind} <= {"integer", "float"}:
+            values[-1] = f"CAST(v{i} AS VARCHAR) v{i}"
+    if before.keys.type != after.keys.type and by_key:
+        notes.append(f"keys are {kind_of(after.keys.type)}s and were {kind_of(before.keys.type)}s")
+    return Changes(*_counted(of_both, values, folder), tuple(sorted(notes)))
+
+
+def _rows(s: ItemSet, numbers: NDArray[np.int64], by_key: bool) -> pa.Table:
+    """Return each key with its item's number."""
+    items = numbers if s.key_starts is None else np.repeat(numbers, np.diff(s.key_starts))
+    return pa.table({"key": s.keys if by_key else items, "item": items})
+
+
+def _counted(of_both: list[pa.Table], values: list[str], folder: PathLike | None) -> tuple[int, int, int, int]:
+    key = "key" if of_both[0]["key"].type == of_both[1]["key"].type else "CAST(key AS VARCHAR) AS key"
+    chosen, names = (
+        ", ".join([key, "item", *values]),
+        ", ".join(["key", "item", *(f"v{i}" for i in range(len(values)))]),
+    )
+    with _connection(folder) as connection:
+        for name, rows in zip(("before", "after"), of_both, strict=True):
+            connection.register(f"rows_{name}", rows)
+        (counts,) = connection.execute(f"""
+            WITH given AS (SELECT {chosen}, -1 side FROM rows_before UNION ALL SELECT {chosen}, 1 side FROM rows_after),
+            summed AS (SELECT key, sum(side) <> 0 s, max(side) > 0 now, min(side) < 0 was FROM given GROUP BY {names}),
+            by_key AS (SELECT bool_or(s) other, bool_or(now) now, bool_or(was) was FROM summed GROUP BY key)
+            SELECT count_if(NOT now), count_if(NOT was), count_if(now AND was AND other), count_if(NOT other)
+            FROM by_key
+        """).fetchall()
+    return tuple(counts)
+
+
+def _connection(folder: PathLike | None) -> Any:
+    import duckdb  # which other commands need not wait for
+
+    return duckdb.connect(config={"temp_directory": os.fspath(folder or tempfile.gettempdir())})
+
+
+def refuse_repeated(source: PathLike, key: str | None, s: ItemSet, tokenizer: Any, folder: PathLike) -> None:
+    """Raise ItemSetError if different items have the same key, which comes from a source's column `key`."""
+    if not key:
+        return
+    with _connection(folder) as connection:
+        rows = connection.from_arrow(_rows(s, np.arange(len(s)), True))
+        several = rows.aggregate("key, min(item) a, max(item) b, count(*) n", "key")
+        found = several.filter("a < b").order("n desc, key").fetchall()
+    if not found:
+        return
+    key_of_two, *two, _ = found[0]
+    items = [decode(one, tokenizer) if tokenizer else str(one) for one in s.items_at(np.array(two))]
+    raise ItemSetError(
+        f"{source}: keys in column {key!r} are those of different items ({len(found):,}), such as {key_of_two!r} of "
+        f"{shown(items[0])} and {shown(items[1])}: name another column, none for the row numbers, or allow it "
+        "(--keys-repeat, in a source &keys_repeat=yes)"
+    )

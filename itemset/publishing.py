@@ -1,0 +1,41 @@
+"""The next version of a published set, out of a whole file of its items."""
+
+from pathlib import Path
+from typing import Unpack
+
+from itemset.building.external import Progress, Source, build_external
+from itemset.building.key_rows import Changes, changes, refuse_repeated
+from itemset.building.scratch import scratch_folder
+from itemset.errors import ItemSetError
+from itemset.published import KEEP, POINTER, PathLike, Version, load_current, publish
+
+
+def publish_source(
+    source: PathLike, folder: PathLike, *, keep: int = KEEP, keys_repeat: bool = False, memory: int | None = None,
+    progress: Progress = lambda stage, share: None, **how: Unpack[Source],
+) -> tuple[Version, Changes | None]:  # fmt: skip
+    """Build the set of a file's items, and make it the current version of the set in `folder`, which may be new.
+
+    The file is the whole set: what is not in it any more is gone. The version is byte for byte a build of the file.
+    keep: as for `publish`. keys_repeat: whether different items may have the same key. memory, progress, how: as for
+    `build_external`; what is not given of attributes, prefix, escape and vocab_size is that of the current version.
+    Returns the version, and what has changed since the current one, None if there was none.
+    Raises ItemSetError as `build_external` and `publish`, and for keys that repeat. Then the set is what it was.
+    """
+    folder, before = Path(folder).absolute(), None
+    if (folder / POINTER).exists():
+        before = load_current(folder)[1]
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with scratch_folder(folder) as scratch:
+            s = build_external(source, before=before, memory=memory, folder=scratch, progress=progress, **how)
+            if not keys_repeat:
+                refuse_repeated(source, how.get("key"), s, how.get("tokenizer"), scratch)
+            s.save(scratch / "index")
+            by_key = bool(how.get("key") or how.get("keep_text"))
+            said = None if before is None else changes(before, s, by_key=by_key, folder=scratch)
+            return publish(scratch / "index", folder, keep=keep), said
+    except OSError as error:
+        raise ItemSetError(
+            f"cannot publish to {folder}: {error.strerror}: choose a folder that you can write to, with room"
+        ) from error

@@ -283,3 +283,9 @@ def stop_tokens(request: Any) -> set[int]:
     if request.tokenizer is not None:
         stops |= {request.tokenizer.eos_token_id} | set(request.tokenizer.additional_stop_token_ids or ())
     return stops - {None}
+
+
+def session_fields() -> tuple[str, ...]:
+    """What a request may say of its session (managers/io_struct.py)."""
+    fields: tuple[str, ...] = importlib.import_module("sglang.srt.managers.io_struct").SessionParams.__struct_fields__
+    return fields

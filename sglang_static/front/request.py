@@ -12,6 +12,7 @@ from itemset.serving.front.http_bodies import body
 from itemset.serving.front.lost_fields import holds_sets, undisguised
 from itemset.serving.front.request import ItemRequest, candidates, refuse_beside, wants_candidates, wants_draws
 from itemset.serving.front.request_fields import BEAMS, CHOICE, CUSTOM, LOGPROBS, REFERENCE, SELECTION, SLATE, WEIGHT
+from sglang_static import compat
 
 CARRIED = "item_set_list"
 """Attribute of the `GenerateReqInput` that asks for a list in one request: its EngineRequest."""
@@ -143,6 +144,15 @@ def check_prompts(request: Any, *, listed: bool) -> None:
     """
     prompts = request.text if request.input_ids is None else request.input_ids
     alone = isinstance(prompts, str) or _are(Integral, prompts)
+    if request.text is not None and isinstance(request.text, str) != alone:
+        raise request_fields.wrong_type("text and input_ids are of different prompts: give one of them", "input_ids")
+    session = request.session_params or {}
+    if not isinstance(session, dict) or not all(isinstance(one, str | int | None) for one in session.values()):
+        message = f"session_params must be an object of texts, numbers and bools, not {session!r:.80}"
+        raise request_fields.wrong_type(message, "session_params")
+    if unknown := [name for name in session if name not in compat.session_fields()]:
+        message = f"session_params has no {unknown[0]!r:.80}, it has {', '.join(compat.session_fields())}"
+        raise request_fields.wrong_type(message, "session_params")
     if not alone and not (
         _are(str, prompts) or (_are(list | tuple | array, prompts) and all(_are(Integral, one) for one in prompts))
     ):

@@ -199,6 +199,10 @@ ODD_PROMPTS: list[tuple[dict[str, Any], str]] = [
     ({"text": "p", "lora_path": ["a"]}, "lora_path of one prompt is no list"),
     ({"text": "p", "return_hidden_states": True}, "would ignore return_hidden_states: omit it"),
     ({"text": "p", "session_params": {"id": "a"}}, "would ignore session_params: omit it"),
+    ({"text": "p", "session_params": {"a": [1]}}, "session_params must be an object of texts, numbers and bools"),
+    ({"text": "p", "session_params": {"a": 1}}, "session_params has no 'a', it has id, rid,"),
+    ({"text": "p", "input_ids": [[1]]}, "text and input_ids are of different prompts: give one of them"),
+    ({"text": ["p", "q"], "input_ids": [1]}, "text and input_ids are of different prompts: give one of them"),
     ({"text": "p", "image_data": ["a.png"]}, "would ignore image_data: omit it"),
 ]
 

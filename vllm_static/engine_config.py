@@ -111,7 +111,7 @@ def apply_environment(args: Any) -> None:
 
 
 def _backend(args: Any) -> str | None:
-    """The backend that is configured, in a dict or in vLLM's class."""
+    """Return the backend that is configured, in a dict or in vLLM's class."""
     configured = getattr(args, "structured_outputs_config", None)
     return configured.get("backend") if isinstance(configured, dict) else getattr(configured, "backend", None)
 
@@ -138,7 +138,7 @@ def _add_indexes(args: Any) -> None:
 
 
 def _tokenizer_of(args: Any) -> Any:
-    """The tokenizer as vLLM loads it for these engine arguments."""
+    """Return the tokenizer as vLLM loads it for these engine arguments."""
     from vllm.tokenizers import get_tokenizer
 
     from itemset.text import loading

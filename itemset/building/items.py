@@ -51,7 +51,7 @@ class Encoding:
 
     @property
     def limit(self) -> int | None:
-        """The number that token ids stay below: the tokenizer's if none is given, None if there is neither."""
+        """Return the number that token ids stay below: the tokenizer's if none is given, None if there is neither."""
         return len(self.tokenizer) if self.vocab_size is None and self.tokenizer is not None else self.vocab_size
 
     def check(self, path: str | os.PathLike[str], *, texts: bool) -> None:

@@ -41,7 +41,7 @@ class Written:
 
     @property
     def type(self) -> Any:
-        """The type, a string if there is none or if every value is missing."""
+        """Return the type, a string if there is none or if every value is missing."""
         return self.left[0][0] if self.first is not None and self.left else pa.string()
 
 
@@ -84,7 +84,7 @@ class Judged:
 
     @property
     def kinds(self) -> set[Any]:
-        """The types that there are."""
+        """Return the types that there are."""
         return set(self._kinds)
 
     def key_type(self, path: object) -> Any:

@@ -172,12 +172,12 @@ class Stored:
 
     @property
     def width(self) -> int:
-        """Tokens of each item if all have the same number, else 0."""
+        """Return tokens of each item if all have the same number, else 0."""
         return self.longest if self.shortest == self.longest else 0
 
     @property
     def types(self) -> list[Any]:
-        """The Arrow types of `Batch.values`."""
+        """Return the Arrow types of `Batch.values`."""
         return [self.key_type or ROW, *(column.packed for column in self.columns)]
 
     def add(self, items: Items, rows: Rows) -> None:

@@ -208,7 +208,7 @@ class DraftHead(nn.Module):
 
 
 def _read(path: str | os.PathLike[str], device: torch.device | str) -> tuple[Mapping[str, str], dict[str, Tensor]]:
-    """The metadata and the tensors of a safetensors file. Raises ItemSetError."""
+    """Return the metadata and the tensors of a safetensors file. Raises ItemSetError."""
     from safetensors import SafetensorError, safe_open
 
     try:

@@ -46,7 +46,7 @@ class _Matcher:
         return bool(taken)
 
     def takes(self, what: int | bytes) -> bool:
-        """Whether this may follow. The matcher stays."""
+        """Return whether this may follow. The matcher stays."""
         if taken := self.accept(what):
             self.to(self.depth - 1)
         return taken
@@ -118,17 +118,17 @@ class Composite:
 
     @property
     def is_terminated(self) -> bool:
-        """Whether a stop token has ended the answer."""
+        """Return whether a stop token has ended the answer."""
         return any(thread.hole < 0 and thread.matcher.matcher.is_terminated() for thread in self._history[-1])
 
     @property
     def is_completed(self) -> bool:
-        """Whether a stop token may follow."""
+        """Return whether a stop token may follow."""
         return any(thread.hole < 0 and thread.matcher.matcher.is_completed() for thread in self._history[-1])
 
     @property
     def found(self) -> list[Found]:
-        """The items so far that every reading has found, in order."""
+        """Return the items so far that every reading has found, in order."""
         chains = list[list[Found]]()
         for thread in self._history[-1]:
             chain, items = thread.found, list[Found]()
@@ -239,7 +239,8 @@ class Composite:
         return _Thread(matcher, given, (thread.found, Found(thread.hole, path, thread.begin, end)))
 
     def _open(self, thread: _Thread) -> list[_Thread]:
-        """The beginnings of holes that may stand here: those whose id the matcher takes, unless it takes any id."""
+        """Return the beginnings of holes that may stand here: those whose id the matcher takes, unless it takes any
+        id."""
         if thread.open is None:
             first, matcher = self._vocabulary.first, thread.matcher
             taken = [hole for hole in range(len(self._holes)) if matcher.takes(first + hole)]

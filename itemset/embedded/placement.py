@@ -38,12 +38,12 @@ _WRITTEN = re.compile(r"items?[-_ ]?sets?")
 
 
 def means_set(key: str) -> bool:
-    """Whether a key is `item_set`, or that in another spelling or the plural."""
+    """Return whether a key is `item_set`, or that in another spelling or the plural."""
     return _WRITTEN.fullmatch(key.lower()) is not None
 
 
 def says_set(text: str) -> bool:
-    """Whether a text has one of our words in it, if not in escapes. Never wrong about one that has not."""
+    """Return whether a text has one of our words in it, if not in escapes. Never wrong about one that has not."""
     text = text.lower()  # a pattern without cases is found many times as fast
     return _WRITTEN.search(text) is not None or any(word in text for word in SELECTION)
 
@@ -78,7 +78,8 @@ class Survey:
         return holding
 
     def holds(self, node: Any, what: int) -> bool:
-        """Whether sets or references stand anywhere in a part of the constraint. what: SETS, REFERRING or ANY."""
+        """Return whether sets or references stand anywhere in a part of the constraint. what: SETS, REFERRING or
+        ANY."""
         return bool(self._holding.get(id(node), 0) & what)
 
 
@@ -136,7 +137,7 @@ class Place:
 
     @property
     def asks(self) -> tuple[str | tuple[str, ...], str, bool]:
-        """What it asks for: equal for equal items."""
+        """Return what it asks for: equal for equal items."""
         named = self.named if isinstance(self.named, str) else tuple(self.named)
         return named, json.dumps(self.selection, sort_keys=True, default=repr), self.quoted
 

@@ -38,7 +38,8 @@ GRAMMAR = 1 << 18
 
 
 def mentions(spec: Any) -> bool:
-    """Whether a constraint may hold item sets, rightly or not: cheap, and never wrong about one that does not."""
+    """Return whether a constraint may hold item sets, rightly or not: cheap, and never wrong about one that does
+    not."""
     try:
         text = spec if isinstance(spec, str) else json.dumps(spec, ensure_ascii=False)
     except RecursionError:
@@ -58,7 +59,7 @@ class Marker:
         self._survey = Survey()
 
     def finds(self, kind: str, given: Any) -> bool:
-        """Whether item sets stand in a schema, tag or grammar: without xgrammar. Raises as these do."""
+        """Return whether item sets stand in a schema, tag or grammar: without xgrammar. Raises as these do."""
         if kind == "ebnf":
             return any(self._places for _ in self._elements(given)) or bool(self._places)
         parsed = self._parsed(given)
@@ -198,7 +199,7 @@ class Marker:
         return {"anyOf": [constant, {"type": "null"}]} if isinstance(types, list) and len(types) > 1 else constant
 
     def _distinct(self, node: dict[str, Any], path: str) -> bool:
-        """Whether this is an array of distinct items of a set."""
+        """Return whether this is an array of distinct items of a set."""
         if node.get("uniqueItems") is not True or not self._survey.holds(node.get("items"), ANY):
             return False
         items = node["items"]
@@ -321,7 +322,7 @@ class Marker:
 
 
 def _begins_with_item(node: Any) -> bool:
-    """Whether a structural tag's format may begin with an item, and not with the quote before one."""
+    """Return whether a structural tag's format may begin with an item, and not with the quote before one."""
     if not isinstance(node, dict):
         return False
     elements = node.get("elements") or [node.get("content")]

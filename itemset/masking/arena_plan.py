@@ -103,7 +103,7 @@ class Plan:
 
     @property
     def residents(self) -> tuple[Resident, ...]:
-        """What is in the arena, in use or kept: for reports and metrics."""
+        """Return what is in the arena, in use or kept: for reports and metrics."""
         with self._lock:
             return tuple(self._residents.values())
 

@@ -137,27 +137,28 @@ class Beams:
 
     @property
     def row_count(self) -> int:
-        """How many rows of each list the next pass has: `rows`, and in `Lockstep` others."""
+        """Return how many rows of each list the next pass has: `rows`, and in `Lockstep` others."""
         return self.rows
 
     @property
     def tokens(self) -> Tensor:
-        """Each beam's tokens, those of its tail included, then -1: [lists, width, longest] int64."""
+        """Return each beam's tokens, those of its tail included, then -1: [lists, width, longest] int64."""
         return self._rows.tokens
 
     @property
     def scores(self) -> Tensor:
-        """What orders the beams, without their tails, best first, -inf without a beam: [lists, width] float64."""
+        """Return what orders the beams, without their tails, best first, -inf without a beam: [lists, width]
+        float64."""
         return self._rows.scores
 
     @property
     def parents(self) -> Tensor:
-        """The row of the pass before that each beam continues: [lists, width] int64, 0 if there is no beam."""
+        """Return the row of the pass before that each beam continues: [lists, width] int64, 0 if there is no beam."""
         return self._rows.table[form.PARENT]
 
     @property
     def next_inputs(self) -> Tensor:
-        """The tokens of the next pass, [lists, width, queries] int64: the last ones of each beam, then its tail.
+        """Return the tokens of the next pass, [lists, width, queries] int64: the last ones of each beam, then its tail.
 
         Those after a beam's tokens are 0, and so are those of rows without a beam: what the pass makes of them is not
         read. Their first position is the prompt's length + `taken` - 1.
@@ -166,7 +167,8 @@ class Beams:
 
     @property
     def span(self) -> tuple[int, int] | None:
-        """The lowest and the highest token whose logits the next round reads besides sums; None: any of the set's."""
+        """Return the lowest and the highest token whose logits the next round reads besides sums; None: any of the
+        set's."""
         plan, end = self._plan, self._rules.end_token
         if not plan.spans or (any(plan.tails) and not self._renormalised):
             return None
@@ -174,53 +176,56 @@ class Beams:
 
     @property
     def all_over(self) -> Tensor:
-        """Whether no beam of any list can lead to a better item: a bool on the device. To stop early, read it."""
+        """Return whether no beam of any list can lead to a better item: a bool on the device. To stop early, read
+        it."""
         over = (self._rows.scores <= self.bar).all()
         return over if self.passes_left else torch.ones_like(over)
 
     @property
     def open_beams(self) -> Tensor:
-        """How many of the beams lead on, and may lead to something better, in the list that has most: an int64 on the
-        device. Not counted are those whose item stands alone."""
+        """Return how many of the beams lead on, and may lead to something better, in the list that has most: an int64
+        on the device. Not counted are those whose item stands alone."""
         return ((self._rows.table[form.DEGREE] > 0) & (self._rows.scores > self.bar)).sum(1).max()
 
     @property
     def bar(self) -> Tensor:
-        """The score that a beam must beat: [lists, 1] float64."""
+        """Return the score that a beam must beat: [lists, 1] float64."""
         return self._items.scores[:, -1:]
 
     @property
     def found(self) -> Found:
-        """The items so far."""
+        """Return the items so far."""
         return Found(self._items.tokens, self._items.logs)
 
     @property
     def decided(self) -> Found:
-        """Those of them that no further pass could change at the end, a score of -inf in place of the others'."""
+        """Return those of them that no further pass could change at the end, a score of -inf in place of the
+        others'."""
         tokens, scores = self.found
         return Found(tokens, torch.where(self.exact, scores, -torch.inf) if self._races else scores)
 
     @property
     def exact(self) -> Tensor:
-        """Which items of races are decided at the end, [lists, k] bool: no other item of the set can come before. Of
-        an item that there is not: whether the set has no more."""
+        """Return which items of races are decided at the end, [lists, k] bool: no other item of the set can come
+        before. Of an item that there is not: whether the set has no more."""
         left = self._best_left[:, None]
         return left.isneginf() | (self._items.scores > left + _NEAR * (left.abs() + 1))
 
     @property
     def proven(self) -> Tensor:
-        """Whether no other item can beat the last of those found, at the end: [lists] bool."""
+        """Return whether no other item can beat the last of those found, at the end: [lists] bool."""
         return self.exact.all(1) if self._races else self._best_left <= self._items.scores[:, -1]
 
     @property
     def took(self) -> Tensor:
-        """How many beams were passed to the model so far, and in how many rounds: [lists, 2] int64."""
+        """Return how many beams were passed to the model so far, and in how many rounds: [lists, 2] int64."""
         alive = torch.stack(self._alive)
         return torch.stack((alive.sum(0), (alive > 0).sum(0)), 1)
 
     @property
     def result(self) -> Tensor:
-        """The items, best first: [lists, k, 2 + longest] float64. Log-probability, number of tokens, tokens, then -1.
+        """Return the items, best first: [lists, k, 2 + longest] float64. Log-probability, number of tokens, tokens,
+        then -1.
 
         Where there is no item: -inf, 0 and -1. Equal scores stand in the order in which they were found.
         """
@@ -333,7 +338,7 @@ class Beams:
         return (self._plan.children if self._rules.whole else self._plan.successors)(self.taken, self.rows)
 
     def _sums(self, now: Pass) -> Tensor:
-        """The logarithm of what divides each row's exponentials: [lists, R, queries] float32."""
+        """Return the logarithm of what divides each row's exponentials: [lists, R, queries] float32."""
         if self._normalised and not self._renormalised:
             return torch.zeros(now.logits.shape[:3], device=now.logits.device)
         if now.columns is not None and not self._renormalised:

@@ -74,8 +74,8 @@ def merge(now: Pass, ends: Tensor, done: Rows | None, riding: int) -> tuple[Item
 
 
 def _arguments(now: Pass) -> tuple[Any, ...]:
-    """What all loops take first: the rows of the arena's sets, the logits from the first to the last, how far apart
-    those of two lists, rows and query tokens lie, each token's column, the beams, and the items' scores."""
+    """Return what all loops take first: the rows of the arena's sets, the logits from the first to the last, how far
+    apart those of two lists, rows and query tokens lie, each token's column, the beams, and the items' scores."""
     logits = now.logits
     if logits.dtype == torch.bfloat16:
         logits = logits.view(torch.int16)  # which NumPy knows; `as_float` reads it

@@ -18,7 +18,7 @@ _FAR = np.float32(2.0**100)
 
 
 def as_float(value: Any) -> Any:
-    """A logit as float32; an integer is the bits of a bfloat16."""
+    """Return a logit as float32; an integer is the bits of a bfloat16."""
     raise NotImplementedError  # in compiled code it is one of these
 
 

@@ -80,7 +80,7 @@ class Drawing(Rounds):
 
     @property
     def races(self) -> tuple[list[int], int]:
-        """The keys of the races' roots, as int64, and how many items each race is for: for `beams.Beams`."""
+        """Return the keys of the races' roots, as int64, and how many items each race is for: for `beams.Beams`."""
         return [int(np.uint64(race.key).view(np.int64)) for race in self._races], self._k
 
     def begin_with(self, known: Mapping[int, Sequence[Item]], passes: int, rounds: int) -> Found | None:
@@ -94,8 +94,8 @@ class Drawing(Rounds):
 
     @property
     def result(self) -> Found:
-        """The draws: no items if all of the set has a probability of zero. Raises CutOffError if the passes ended
-        before the draws did, and if they may not be approximate."""
+        """Return the draws: no items if all of the set has a probability of zero. Raises CutOffError if the passes
+        ended before the draws did, and if they may not be approximate."""
         cut = any(i not in self._known and not race.over for i, race in enumerate(self._races))
         if cut and not self._approximate:
             raise CutOffError(f"the draws need more than {self._taken} passes")
@@ -156,12 +156,12 @@ class Race:
 
     @property
     def over(self) -> bool:
-        """Whether it has all its items, or the set has no more."""
+        """Return whether it has all its items, or the set has no more."""
         return len(self.items) == self.k or not self.size
 
     @property
     def waits_for(self) -> int:
-        """The unscored node that rings next."""
+        """Return the unscored node that rings next."""
         return int(self.heap["node"][0])
 
     def run(self, tree: ScoredTree, known_only: bool = False) -> bool:

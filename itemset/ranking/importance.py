@@ -40,8 +40,8 @@ class Importance(Rounds):
 
     @property
     def result(self) -> Found:
-        """What was drawn, in order. Raises CutOffError if the passes ended before the draws did. An item is missing if
-        the pool of its draw had a weight of zero.
+        """Return what was drawn, in order. Raises CutOffError if the passes ended before the draws did. An item is
+        missing if the pool of its draw had a weight of zero.
 
         Of each item an answer says its weight, whether it was accepted, else it was taken from a pool, and how many
         candidates were sampled, the pool's included.

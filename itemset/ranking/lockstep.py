@@ -65,7 +65,7 @@ class Lockstep(Beams):
 
     @property
     def row_count(self) -> int:
-        """How many rows the next pass has: of each list, or of all races."""
+        """Return how many rows the next pass has: of each list, or of all races."""
         return self.rows * self.lists if self._races else self.riding + self.rows
 
     def rows_after(self, open_beams: int) -> int:
@@ -76,13 +76,13 @@ class Lockstep(Beams):
 
     @property
     def next_inputs(self) -> Tensor:
-        """The token of each row of the next pass, [rows] int64."""
+        """Return the token of each row of the next pass, [rows] int64."""
         return self._by_row(self._rows.tokens[:, :, self.taken - 1].clamp(min=0))
 
     @property
     def parents(self) -> Tensor:
-        """The row in the pass before that each row continues, [rows] int64: of lists, the row of the same list. After
-        the prompt's pass it is 0."""
+        """Return the row in the pass before that each row continues, [rows] int64: of lists, the row of the same list.
+        After the prompt's pass it is 0."""
         parents = super().parents
         if self._races and self.taken > 1:
             parents = parents * self.lists + torch.arange(self.lists, device=parents.device)[:, None]
@@ -127,14 +127,14 @@ class Lockstep(Beams):
 
 
 def _groups_after(plan: LevelPlan, taken: int, beams: int, groups: _Groups, items: int) -> _Groups:
-    """The groups of tails after a pass of beams of length `taken`, of which those with a tail join."""
+    """Return the groups of tails after a pass of beams of length `taken`, of which those with a tail join."""
     if items != ALONE and 0 < taken <= plan.levels:
         groups = [*groups, (min(beams, plan.tailed[taken - 1]), plan.tails[taken - 1])]
     return [(rows, left - 1) for rows, left in groups if rows and left > (items == ENDED)]
 
 
 def _beams_after(plan: LevelPlan, taken: int, beams: int, width: int, items: int) -> int:
-    """The most beams that there are after a pass of beams of length `taken`."""
+    """Return the most beams that there are after a pass of beams of length `taken`."""
     beams = min(width, plan.children(taken, beams))
     if items != OPEN and taken + 1 == plan.levels:  # nothing but tails goes on after the last level
         beams = 0 if items == ALONE else min(beams, plan.tailed[taken])

@@ -94,7 +94,7 @@ class ScoredTree:
 
     @property
     def nodes(self) -> NDArray[Any]:
-        """The nodes, [nodes] NODE."""
+        """Return the nodes, [nodes] NODE."""
         return self._nodes.rows
 
     @property

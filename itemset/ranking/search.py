@@ -64,7 +64,7 @@ class Found(NamedTuple):
 
     @property
     def took(self) -> dict[str, Any]:
-        """An answer's fields for all of them."""
+        """Return an answer's fields for all of them."""
         proven = {} if self.proven is None else {"proven": self.proven}
         return {**proven, "passes": self.passes, "rounds": self.rounds, **({"open": self.open} if self.open else {})}
 
@@ -80,7 +80,7 @@ class Rounds(ABC):
 
     @property
     def passes(self) -> list[Pass]:
-        """The round to score next. Empty: the search has ended."""
+        """Return the round to score next. Empty: the search has ended."""
         if self._passes is None:  # the first is made late, because often an engine makes the list by itself
             self._passes = self._ask()
         return self._passes
@@ -170,7 +170,7 @@ class Search(Rounds):
 
     @property
     def result(self) -> Found:
-        """The result so far."""
+        """Return the result so far."""
         items = ordered(self.tree.items(self._best))
         left = self.tree.nodes["mass"][self.tree.nodes["expansion"] == UNSCORED].max(initial=self._pruned)
         return Found(items, self._taken, self._rounds, proven=bool(left <= self._bar))

@@ -122,7 +122,7 @@ def _arguments(now: Pass) -> dict[str, Any]:
 
 
 def _aligned(logits: Tensor) -> bool:
-    """Whether each row begins at a multiple of 16 bytes."""
+    """Return whether each row begins at a multiple of 16 bytes."""
     strides = [stride for size, stride in zip(logits.shape[:3], logits.stride(), strict=False) if size > 1]
     return all(at % 16 == 0 for at in (logits.data_ptr(), *(stride * logits.element_size() for stride in strides)))
 

@@ -54,7 +54,7 @@ class View(ItemSet):
 
     @property
     def attributes(self) -> pa.Table:
-        """Those of the whole set, a row for each of `keys`, omitted ones included."""
+        """Return those of the whole set, a row for each of `keys`, omitted ones included."""
         return self.whole.attributes
 
     @property

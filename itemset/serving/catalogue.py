@@ -54,7 +54,7 @@ class Opened:
 
     @property
     def reference(self) -> str:
-        """How a request carries this version of the set."""
+        """Return how a request carries this version of the set."""
         return version_reference(self.version, self.name)
 
 
@@ -92,7 +92,7 @@ class InlineSet:
 
     @property
     def ref(self) -> SetRef:
-        """What a request with this set carries: requests with equal sets then share its bytes."""
+        """Return what a request with this set carries: requests with equal sets then share its bytes."""
         return SetRef(self.reference, self.index, None if self.base is None else self.base.ref)
 
 

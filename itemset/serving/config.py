@@ -111,12 +111,12 @@ class StaticConfig(msgspec.Struct, frozen=True, kw_only=True):
         return cls(**values)
 
     def where(self, name: str) -> Path | str:
-        """The file of a set or its URI, or the folder of a published one."""
+        """Return the file of a set or its URI, or the folder of a published one."""
         given = self.item_sets.get(name) or Path(self.item_set_dir or "", name)
         return str(given) if is_uri(given) else Path(given).expanduser()
 
     def at_start(self) -> dict[str, tuple[str | None, Path | str]]:
-        """The version and the file of each set that a process begins with; None for the file's own version.
+        """Return the version and the file of each set that a process begins with; None for the file's own version.
 
         A set of `item_set_dir` with a bad pointer is none of them (`left_out`). Raises ItemSetError for others, as
         `published.current` does.
@@ -201,7 +201,7 @@ def add_flags(parser: argparse.ArgumentParser, *, device_where: str, alias_of: s
 
 
 def with_named(options: Mapping[str, Any], named: Sequence[str]) -> dict[str, Any]:
-    """The options with more sets in `item_sets`, each "NAME=FILE"."""
+    """Return the options with more sets in `item_sets`, each "NAME=FILE"."""
     given = options.get("item_sets", [])
     listed = [f"{name}={value}" for name, value in given.items()] if isinstance(given, Mapping) else list(given)
     return {**options, "item_sets": [*listed, *named]}

@@ -60,7 +60,7 @@ def hole(vocabulary: Vocabulary, items: Items, closers: bytes, group: int | None
 
 
 def after(mark: Sequence[int], tokens: Sequence[int]) -> Sequence[int]:
-    """The tokens after the first occurrence of `mark`, none where it does not occur."""
+    """Return the tokens after the first occurrence of `mark`, none where it does not occur."""
     mark, length = list(mark), len(mark)
     for start in range(len(tokens) - length + 1):
         if list(tokens[start : start + length]) == mark:

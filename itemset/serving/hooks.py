@@ -148,7 +148,7 @@ class Hooks:
             self._wrapped.add(first.target)
 
     def around(self, hook: Hook, takes: Mapping[str, inspect.Parameter]) -> Callable[..., Any]:
-        """What runs around a function that takes these arguments."""
+        """Return what runs around a function that takes these arguments."""
         by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         places = {name: i for i, (name, one) in enumerate(takes.items()) if one.kind in by_position}
         reads = [
@@ -251,12 +251,12 @@ def _call(
 
 
 def read(ours: Callable[..., Any]) -> list[inspect.Parameter]:
-    """The engine's arguments that a hook names."""
+    """Return the engine's arguments that a hook names."""
     return list(inspect.signature(ours).parameters.values())[1:]
 
 
 def absent(takes: Container[str], ours: Callable[..., Any]) -> list[str]:
-    """Those that the engine's function does not take, but for those with a default: versions may lack them."""
+    """Return those that the engine's function does not take, but for those with a default: versions may lack them."""
     return [one.name for one in read(ours) if one.name not in takes and one.default is one.empty]
 
 

@@ -61,7 +61,7 @@ class ListSpec(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def scored_end(self) -> int | None:
-        """The end token that counts in the scores, if any does."""
+        """Return the end token that counts in the scores, if any does."""
         return None if self.without_end else self.end_token
 
     @property
@@ -218,7 +218,7 @@ class Stage(IntEnum):
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests may have the version."""
+        """Return whether requests may have the version."""
         return self in (Stage.HOST, Stage.DEVICE)
 
 

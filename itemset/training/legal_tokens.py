@@ -50,7 +50,7 @@ class LegalTokens:
 
     @cached_property
     def blocks(self) -> "list[Block]":
-        """The places in blocks of one depth each, where they share most of their tokens."""
+        """Return the places in blocks of one depth each, where they share most of their tokens."""
         blocks, firsts = [], self.counts.cumsum(0) - self.counts
         by_depth = torch.argsort(self.depths, stable=True)
         of_each = torch.unique_consecutive(self.depths[by_depth], return_counts=True)[1].tolist()

@@ -62,7 +62,7 @@ class LegalPolicy:
 
     @property
     def entropy(self) -> Tensor:
-        """The entropy of q."""
+        """Return the entropy of q."""
         return self._spread(-self._sum(self._log_q.exp() * self._log_q))
 
     def kl(self, reference: "LegalPolicy") -> Tensor:

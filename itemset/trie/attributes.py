@@ -175,7 +175,7 @@ class Column:
 
     @property
     def packed(self) -> Any:
-        """The type of what `pack` returns."""
+        """Return the type of what `pack` returns."""
         return self.pack(pa.array([], self.plain)).type
 
     def pack(self, array: pa.Array) -> pa.Array:

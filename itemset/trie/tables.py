@@ -78,17 +78,17 @@ class Tables:
 
     @property
     def whole(self) -> bool:
-        """Whether these are a set's own tables, not a view of them."""
+        """Return whether these are a set's own tables, not a view of them."""
         return not len(self.alive) and not len(self.dead)
 
     @property
     def counted(self) -> bool:
-        """Whether `targets` are counted, not stored."""
+        """Return whether `targets` are counted, not stored."""
         return self.targets.itemsize == 8
 
     @property
     def sections(self) -> dict[str, NDArray[Any]]:
-        """The arrays of a whole set, by name: what a file and an arena hold."""
+        """Return the arrays of a whole set, by name: what a file and an arena hold."""
         return {name: getattr(self, name) for name in SECTIONS}
 
 

@@ -118,7 +118,7 @@ def _rename(path: str, body: dict[str, Any]) -> None:
 
 
 def _own_fields(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a body that SGLang would drop, and an inline list within `structured_outputs`."""
+    """Return the fields of a body that SGLang would drop, and an inline list within `structured_outputs`."""
     of_draws = ("seed", "temperature") if wants_draws(body) else ()
     read, structured = (*_OWN, BEAMS, *of_draws), body.get(STRUCTURED)
     own = {word: body[word] for word in read if body.get(word) is not None}

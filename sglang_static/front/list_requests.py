@@ -36,8 +36,8 @@ Generate = Callable[..., AsyncGenerator[Any, None]]
 
 
 async def ranked(generate: Generate, manager: Any, request: Any, http_request: Any) -> AsyncGenerator[Any, None]:
-    """What `TokenizerManager.generate_request` answers to a request with a set and `beam_width`: a dict for one prompt,
-    a list for several."""
+    """Yield what `TokenizerManager.generate_request` answers to a request with a set and `beam_width`: a dict for one
+    prompt, a list for several."""
     body().begin(thinks=False)
     prompts = request.text if request.input_ids is None else request.input_ids
     single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
@@ -72,7 +72,8 @@ async def ranked(generate: Generate, manager: Any, request: Any, http_request: A
 
 
 async def after_thought(manager: Any, request: Any, asked: Any) -> list[dict[str, Any]] | None:
-    """What an answer says of the list after its thought, whose KV is in the prefix cache; None if that was aborted.
+    """Return what an answer says of the list after its thought, whose KV is in the prefix cache; None if that was
+    aborted.
 
     asked: `ItemRequest`, after a `Thought` whose params are its prompt's tokens.
     """

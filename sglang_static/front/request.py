@@ -25,21 +25,21 @@ OTHERS = ("json_schema", "regex", "ebnf", "structural_tag")
 
 
 def places(params: Mapping[str, Any], fields: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Where our words may stand: in the body of an HTTP request, of which these are the `fields`, in `sampling_params`
-    as SGLang's own `regex` does, and in their `custom_params`."""
+    """Return where our words may stand: in the body of an HTTP request, of which these are the `fields`, in
+    `sampling_params` as SGLang's own `regex` does, and in their `custom_params`."""
     custom = params.get(CUSTOM)
     return [fields, custom if isinstance(custom, dict) else {}, params]
 
 
 def wants_list(params: Mapping[str, Any], fields: Mapping[str, Any]) -> bool:
-    """Whether the parameters of a prompt ask for a beam search, or for draws."""
+    """Return whether the parameters of a prompt ask for a beam search, or for draws."""
     if any(map(wants_draws, places(params, fields))) or wants_candidates(params):
         return True
     return bool(fields.get(BEAMS)) or params.get("beam_width") not in (None, 0, 1)
 
 
 def asked(params: Mapping[str, Any], fields: Mapping[str, Any], *, ranked: bool) -> ItemRequest | None:
-    """What the parameters of one prompt say of item sets, with the fields of its body; None if nothing.
+    """Return what the parameters of one prompt say of item sets, with the fields of its body; None if nothing.
 
     ranked: whether the prompts of its request get ranked lists. Of a constraint it is not known yet whether sets stand
     in it. Raises RefusedError as `ItemRequest.of` does, and for words of a beam search that mean nothing here.
@@ -83,7 +83,8 @@ def asked(params: Mapping[str, Any], fields: Mapping[str, Any], *, ranked: bool)
 
 
 def _of_draws(params: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of draws that have SGLang's own words. On an OpenAI endpoint SGLang has filled the parameters in.
+    """Return the options of draws that have SGLang's own words. On an OpenAI endpoint SGLang has filled the parameters
+    in.
 
     Raises RefusedError for parameters that draws cannot follow.
     """
@@ -96,7 +97,7 @@ def _of_draws(params: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str,
 
 
 def in_place(params: Mapping[str, Any], request: ItemRequest) -> dict[str, Any]:
-    """The parameters of one prompt in which the judged request stands in place of what it was read from."""
+    """Return the parameters of one prompt in which the judged request stands in place of what it was read from."""
     own = without_words(params)
     if isinstance(own.get(CUSTOM), dict):
         own[CUSTOM] = without_words(own[CUSTOM]) or None
@@ -111,7 +112,7 @@ def without_words(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def constraint_of(params: Mapping[str, Any], fields: Mapping[str, Any]) -> tuple[str, Any] | None:
-    """The kind and the text of the constraint of one prompt; None if there is none in which sets can stand.
+    """Return the kind and the text of the constraint of one prompt; None if there is none in which sets can stand.
 
     fields: of its body, as for `request.places`.
     """
@@ -123,7 +124,7 @@ def constraint_of(params: Mapping[str, Any], fields: Mapping[str, Any]) -> tuple
 
 
 def names_sets(params: Mapping[str, Any]) -> bool:
-    """Whether a set stands in the constraint of one prompt."""
+    """Return whether a set stands in the constraint of one prompt."""
     given = constraint_of(params, {})
     return given is not None and holds_sets(*given)
 
@@ -174,6 +175,6 @@ def check_prompts(request: Any, *, listed: bool) -> None:
 
 
 def _are(kind: Any, values: Any) -> bool:
-    """Whether values are of this kind, in a list that is not empty."""
+    """Return whether values are of this kind, in a list that is not empty."""
     kinds = set(map(type, values)) if isinstance(values, list | tuple | array) else ()
     return bool(kinds) and all(issubclass(one, kind) for one in kinds)

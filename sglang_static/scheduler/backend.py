@@ -168,7 +168,7 @@ def register() -> None:
 
 
 def make_backend(server_args: Any, tokenizer: Any, vocab_size: int, end_tokens: Any) -> Any:
-    """What SGLang's registry calls: its own backend for other grammars, with ours beside it."""
+    """Return what SGLang's registry calls: its own backend for other grammars, with ours beside it."""
     backend = compat.everything_else(tokenizer, vocab_size, end_tokens)
     backend.static_backend = StaticBackend(lambda: Vocabulary(compat.token_info(tokenizer, vocab_size, end_tokens)))
     return backend

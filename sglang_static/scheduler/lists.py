@@ -46,7 +46,8 @@ class Chosen(NamedTuple):
 
 
 def _of_next_pass(name: str) -> Any:
-    """A property of all rows but the leader's, of which it has those of the next pass; at the end all of them."""
+    """Return a property of all rows but the leader's, of which it has those of the next pass; at the end all of
+    them."""
 
     def first(group: "ItemGroup") -> Tensor | None:
         rows: Tensor | None = getattr(group, name)
@@ -96,8 +97,8 @@ class ItemGroup(BeamGroup):
         return ItemGroup(self._sampler, self._item_set, self._resident, self._spec, counts, self)
 
     def fits(self, adder: Any, promised: int, others: "Sequence[ItemGroup]") -> bool:
-        """Whether there are rows and KV slots for all of this list now; alone, it fits. promised: rows that others will
-        take. others: lists that have begun."""
+        """Return whether there are rows and KV slots for all of this list now; alone, it fits. promised: rows that
+        others will take. others: lists that have begun."""
         pool = adder.tree_cache.req_to_token_pool
         if self.beam_width > pool.available_size() - promised:
             return False
@@ -117,7 +118,7 @@ class ItemGroup(BeamGroup):
         return 0 if self.retired else sum(self._counts[max(0, self.num_generated - 1) :])
 
     def extra_uncached_tokens(self) -> int:
-        """What the group holds beyond its leader."""
+        """Return what the group holds beyond its leader."""
         if self.all_rows is None:
             return 0
         positions = self.leader.kv.kv_allocated_len - self.prompt_len
@@ -180,7 +181,7 @@ class ItemGroup(BeamGroup):
         return False
 
     def finalize(self) -> list[BeamResult]:
-        """The items, best first, each with its end token; then the end token with each number of `_totals`."""
+        """Return the items, best first, each with its end token; then the end token with each number of `_totals`."""
         end = self._spec.end_token
         return [
             BeamResult(tokens=[*tokens, end], cum_logprob=score, beam_score=score, matched_token=end)
@@ -222,7 +223,7 @@ class ItemGroup(BeamGroup):
             self._counts[step] = 1 if self._ending else max(1, self._beams.rows_after(open_beams))
 
     def _active(self, step: int) -> int:
-        """How many rows decode in a step after the prompt's: after the last one, the leader alone."""
+        """Return how many rows decode in a step after the prompt's: after the last one, the leader alone."""
         return self.beam_width if self._released else self._counts[step] if step < len(self._counts) else 1
 
     def _align(self, table: Tensor, positions: int) -> None:
@@ -254,12 +255,12 @@ def _joined(pieces: Sequence[Tensor]) -> Iterator[Tensor]:
 
 
 def rows_in(counts: Sequence[int]) -> int:
-    """How many rows a group needs: two at least, for SGLang."""
+    """Return how many rows a group needs: two at least, for SGLang."""
     return max(2, *counts, 0)
 
 
 def rows_of(item_set: ItemSet, spec: ListSpec) -> tuple[int, ...]:
-    """How many rows each pass after the prompt's has at most."""
+    """Return how many rows each pass after the prompt's has at most."""
     options: dict[str, Any] = {"renormalised": spec.renormalised, "end_token": spec.scored_end}
     return rows_of_passes(item_set.level_plan, spec.width, races=len(spec.races), **options)
 
@@ -276,7 +277,7 @@ class ItemCoordinator(BeamCoordinator, kw_only=True):  # type: ignore[call-arg]
         return error
 
     def pending_member_rows(self, *args: Any, **kwargs: Any) -> int:
-        """The rows also of groups that are admitted in the same step, or whose prompts are in pieces."""
+        """Return the rows also of groups that are admitted in the same step, or whose prompts are in pieces."""
         pending: int = super().pending_member_rows(*args, **kwargs)
         return max(pending, promised_rows())
 
@@ -334,13 +335,13 @@ def give_group(coordinator: Any, req: Any, make_group: Callable[[], str | None])
 
 
 def _refusal(reason: NoList, detail: str) -> str:
-    """The error of the scheduler, which the front end reads."""
+    """Return the error of the scheduler, which the front end reads."""
     return msgspec.json.encode(ListResult(reason=reason, detail=detail)).decode()
 
 
 def _too_much(coordinator: Any, counts: Sequence[int], in_memory: int) -> str | None:
-    """Why no list of this set and width can be made here. counts: rows of each of its passes. in_memory: rows of a pass
-    for which there is memory."""
+    """Return why no list of this set and width can be made here. counts: rows of each of its passes. in_memory: rows of
+    a pass for which there is memory."""
     rows, most = rows_in(counts), coordinator.req_to_token_pool.size
     if rows > most:
         return f"its {rows:,} rows are more than the engine's {most:,} requests: raise --max-running-requests"
@@ -352,7 +353,7 @@ def _too_much(coordinator: Any, counts: Sequence[int], in_memory: int) -> str | 
 
 
 def _no_room(coordinator: Any, counts: Sequence[int], prompt: int) -> str | None:
-    """Why the list of a prompt of this many tokens has no room."""
+    """Return why the list of a prompt of this many tokens has no room."""
     if prompt + len(counts) + MEMBER_LENGTH_MARGIN + 2 > coordinator.max_req_len:
         return f"a prompt of {prompt:,} tokens leaves no room for beams in the context"
     if prompt + sum(counts) > coordinator.token_to_kv_pool_allocator.size:

@@ -151,7 +151,7 @@ class ItemSetSampler:
             info.item_sets = Step(numbers, slots, last, 1 - so_far)
 
     def numbers(self, batch: Any) -> list[int]:
-        """The sets of the batch's requests that take the device path."""
+        """Return the sets of the batch's requests that take the device path."""
         return [request.item_set.place.number for request in batch.reqs if hasattr(request, "item_set")]
 
     def mask(self, info: Any, logits: Tensor) -> None:
@@ -166,7 +166,7 @@ class ItemSetSampler:
         self.slots.step(batch, logits)
 
     def tree_mask(self, verify: Any, batch: Any, other: Any) -> Mask:
-        """The mask of the rows of draft chains or trees, [requests x drafts], for verification.
+        """Return the mask of the rows of draft chains or trees, [requests x drafts], for verification.
 
         A row stands for the tokens on its path from the root, the request's last committed token. A draft that leaves
         the set leaves its row unmasked: its parent's row gives it no chance.
@@ -216,12 +216,12 @@ class ItemSetSampler:
         self.slots.walk(Batch(slots, tokens.long(), begin, lengths.long(), by_slot=False))
 
     def committed(self, slots: Tensor) -> Tensor:
-        """The state of each of these slots, with its set: [n] int64. END where the tokens have left the set."""
+        """Return the state of each of these slots, with its set: [n] int64. END where the tokens have left the set."""
         states = self.slots.cells[slots] & STATE
         return torch.where(states & LOCAL == DEAD, states - DEAD + END, states)
 
     def advance(self, states: Tensor, tokens: Tensor, slots: Tensor) -> Tensor:
-        """The states after one more token each; tensors of [n]."""
+        """Return the states after one more token each; tensors of [n]."""
         marks, after = self.slots.marks[slots], torch.empty_like(states)
         result: Tensor = self.arena.kernels.advance(self.arena, states, tokens.long(), marks, after)
         return result
@@ -263,7 +263,7 @@ class ItemSetSampler:
 
 
 def parents_of(first_child: Tensor, next_sibling: Tensor) -> Tensor:
-    """The parent of each node of draft trees, -1 for a root: [trees, nodes] integers. By pointer jumping.
+    """Return the parent of each node of draft trees, -1 for a root: [trees, nodes] integers. By pointer jumping.
 
     first_child, next_sibling: SGLang's `retrieve_next_token` and `retrieve_next_sibling`, [trees, nodes] integers, -1
     where there is none.
@@ -272,7 +272,7 @@ def parents_of(first_child: Tensor, next_sibling: Tensor) -> Tensor:
     index = torch.arange(nodes, device=first_child.device).expand(trees, nodes)
 
     def inverse(link: Tensor) -> Tensor:
-        """Which node's link leads to each node, -1 where none does."""
+        """Return which node's link leads to each node, -1 where none does."""
         source = torch.full((trees, nodes + 1), -1, dtype=torch.int64, device=link.device)
         return source.scatter_(1, torch.where(link >= 0, link, nodes).long(), index)[:, :nodes]
 

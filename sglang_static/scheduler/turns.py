@@ -22,7 +22,7 @@ WHOLE = 0
 
 
 def is_list(group: Any) -> bool:
-    """Whether a beam group, or None, belongs to a list."""
+    """Return whether a beam group, or None, belongs to a list."""
     return group is not None and group.num_candidates == WHOLE
 
 
@@ -48,7 +48,7 @@ def add_one_req(original: Callable[..., Any], self: Any, req: Any) -> Any:
 
 
 def admitted_lists() -> list[Any]:
-    """The groups of the lists that have begun."""
+    """Return the groups of the lists that have begun."""
     return [group for group in _admitted if is_list(group) and not group.retired]
 
 
@@ -114,8 +114,8 @@ class Turns:
 
 
 def _can_part(batch: Any) -> bool:
-    """Whether some requests of a batch may run alone: penalties count in tensors of it all, and short memory is for
-    SGLang to deal with."""
+    """Return whether some requests of a batch may run alone: penalties count in tensors of it all, and short memory is
+    for SGLang to deal with."""
     return not batch.sampling_info.penalizer_orchestrator.is_required and batch.check_decode_mem()
 
 

@@ -100,7 +100,7 @@ def _weighed(logits: Tensor, rows: Sequence[int], temperatures: Tensor | None = 
 
 
 def _asking(batch: Any) -> dict[int, bool]:
-    """The requests of a batch that ask, and whether for log p and log q."""
+    """Return the requests of a batch that ask, and whether for log p and log q."""
     if not batch.return_logprob:  # nobody asks, see `ask`
         return {}
     carried = [read(one.sampling_params.custom_params) for one in batch.reqs or ()]
@@ -108,6 +108,6 @@ def _asking(batch: Any) -> dict[int, bool]:
 
 
 def _on(logits: Tensor, rows: Sequence[int]) -> Tensor:
-    """Integers on the device of the logits, without waiting for it."""
+    """Return integers on the device of the logits, without waiting for it."""
     table = torch.tensor(rows)
     return table.pin_memory().to(logits.device, non_blocking=True) if logits.is_cuda else table.to(logits.device)

@@ -185,7 +185,7 @@ class StaticBackend(StructuredOutputBackend):
         self, grammar_bitmask: Callable[..., NDArray[np.int32]], manager: Any, requests: "dict[str, Request]",
         request_ids: list[str], drafts: dict[str, list[int]],
     ) -> NDArray[np.int32]:  # fmt: skip
-        """A step's bitmask, [rows, words] int32: item sets' rows filled in one call, all others by vLLM itself.
+        """Return a step's bitmask, [rows, words] int32: item sets' rows filled in one call, all others by vLLM itself.
 
         A request has a row for each of its drafts and one more; since vLLM 0.33 as many rows as if it had the most
         drafts. They are as vLLM fills them one after another (v1/structured_output/__init__.py, grammar_bitmask), and

@@ -51,7 +51,7 @@ def _initialize_kv_caches(original: Callable[..., Any], self: Any, vllm_config: 
 
 
 def _tried(workers: Callable[..., list[Any]], cache: "KVCacheConfig", vllm_config: Any) -> tuple[Room, str | None]:
-    """What room lists get, and why none are made; None if they are. All workers have tried it."""
+    """Return what room lists get, and why none are made; None if they are. All workers have tried it."""
     config = StaticConfig.of(vllm_config.additional_config)
     if not _one_full_attention(cache):
         return NO_ROOM, "the KV cache is not one of full attention"

@@ -132,8 +132,8 @@ def place() -> Place:
 
 
 def noted(result: Any, place: Place, told: Mapping[int, dict[str, Any]] | None = None) -> Any:
-    """A prompt's RequestOutput, whose items are noted for the choices that its endpoint makes. told: by output, what
-    is said of items: vLLM drops it from outputs that it joins, where a reader is slow."""
+    """Return a prompt's RequestOutput, whose items are noted for the choices that its endpoint makes. told: by output,
+    what is said of items: vLLM drops it from outputs that it joins, where a reader is slow."""
     for output in result.outputs:
         if told and output.index in told:
             _say(output, told[output.index])

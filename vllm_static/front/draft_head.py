@@ -22,7 +22,7 @@ class Drafting(NamedTuple):
     widest: int
 
     def drafts(self, reference: str, item_set: ItemSet, asked: ListOptions) -> bool:
-        """Whether the head makes a list. It proves nothing, and has not been trained on inline sets."""
+        """Return whether the head makes a list. It proves nothing, and has not been trained on inline sets."""
         ours = not reference.startswith(INLINE) and item_set.longest <= len(self.placeholders)
         if not ours or asked.exact or asked.max_passes is not None:
             return False

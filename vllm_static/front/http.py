@@ -163,7 +163,7 @@ def with_item_set(params: Any) -> Any:
 
 
 def _declared(request: Any, name: str) -> Any:
-    """A field of a request that its endpoint knows; None for another, which may be anything."""
+    """Return a field of a request that its endpoint knows; None for another, which may be anything."""
     return getattr(request, name) if name in type(request).model_fields else None
 
 

@@ -87,12 +87,13 @@ class RankedList:
         self._end, self._v2, self._logged = end_token, front_end.v2, bool(asked.weighed)
 
     def token_scores(self, best: Found) -> TokenScores:
-        """What scores the tokens of the list's items; without passes if nobody asks."""
+        """Return what scores the tokens of the list's items; without passes if nobody asks."""
         items = [item.tokens for item in best.items] if self._logged else []
         return TokenScores(self.job.item_set, items, self._end)
 
     def outputs(self, items: Iterable[tuple[Any, Any, str]], logs: TokenScores) -> list[CompletionOutput]:
-        """An output of each item, with what an answer says of it, and its text. logs: their tokens' scores, taken."""
+        """Return an output of each item, with what an answer says of it, and its text. logs: their tokens' scores,
+        taken."""
         outputs = []
         for i, (item, entry, text) in enumerate(items):
             tokens, reason = [*item.tokens, self._end], {"finish_reason": "stop"}
@@ -104,7 +105,7 @@ class RankedList:
         return outputs
 
     def ask(self, one: Pass, *, cached: bool) -> tuple[list[int], SamplingParams]:
-        """The prompt and the parameters of the request that scores a pass.
+        """Return the prompt and the parameters of the request that scores a pass.
 
         cached: whether it may use the prefix cache, of which the answer lacks the tokens' rows (`missing`). Raises
         RefusedError on a CPU with LoRA adapters: scoring several prompts at once would end vLLM's engine.
@@ -138,13 +139,13 @@ class RankedList:
         return [*tokens, self._end], params
 
     def missing(self, one: Pass, output: Any) -> bool:
-        """Whether the output lacks what was asked, so that it has to be asked again."""
+        """Return whether the output lacks what was asked, so that it has to be asked again."""
         if not self._v2:
             return model_runner.lacks_scores(one, len(self.prompt), output)
         return output.prompt_token_id_logprobs is None
 
     def answer(self, one: Pass, output: Any) -> Answer:
-        """What vLLM has scored."""
+        """Return what vLLM has scored."""
         if not self._v2:
             return model_runner.scored(one, len(self.prompt), output)
         run = len(one.tokens) - one.known
@@ -198,7 +199,7 @@ def offline(
 
 
 def with_lists(llm: Any, results: list[Any]) -> list[Any]:
-    """The results of `LLM`, after whose thoughts lists are made: the `items` of their outputs."""
+    """Return the results of `LLM`, after whose thoughts lists are made: the `items` of their outputs."""
     each = [(one, output) for one in results if isinstance(one, RequestOutput) for output in one.outputs]
     each = [(one, output) for one, output in each if hasattr(output, THOUGHT)]
     asked = [vars(output).pop(THOUGHT) for _, output in each]
@@ -222,7 +223,7 @@ async def with_list(client: Any, result: RequestOutput, told: dict[int, dict[str
 
 
 def _as_items(made: RequestOutput) -> list[dict[str, Any]] | None:
-    """What an answer says of the list after its thought; None if that was aborted."""
+    """Return what an answer says of the list after its thought; None if that was aborted."""
     told = [told_of(one) | {"text": one.text} for one in made.outputs if one.finish_reason != ABORT]
     return [one.pop("item") | one for one in told] or None
 
@@ -230,7 +231,7 @@ def _as_items(made: RequestOutput) -> list[dict[str, Any]] | None:
 def candidates(
     llm: Any, inputs: Sequence[Any], asked: Sequence[ItemRequest], params: Sequence[SamplingParams], **options: Any
 ) -> list[RequestOutput]:
-    """What `LLM.generate` answers to requests for lists or draws. options: of `_results`."""
+    """Return what `LLM.generate` answers to requests for lists or draws. options: of `_results`."""
     tokenizer, front_end = llm.get_tokenizer(), llm.llm_engine.input_processor.static_front_end
     pinned = [front_end.pinned(one) for one in asked]
     prompts = [list(one["prompt_token_ids"]) for one in inputs]
@@ -288,7 +289,7 @@ def _results(
     """Make the lists, each in one request if it can be, the others round by round together; then score their tokens."""
 
     def generate(requests: Sequence[tuple[int, list[int], SamplingParams]]) -> list[Any]:
-        """The outputs of requests, each with the index of its list."""
+        """Return the outputs of requests, each with the index of its list."""
         outputs: list[Any] = llm.generate(
             [{"prompt_token_ids": tokens} for _, tokens, _ in requests],
             [params for *_, params in requests],
@@ -329,7 +330,7 @@ def _results(
 async def online(
     asked: ItemRequest, client: Any, prompt: Any, request_id: str, params: Any, **options: Any
 ) -> AsyncGenerator[RequestOutput, None]:
-    """The beam search of vLLM's server, and candidates of `AsyncLLM.generate`. options: of requests.
+    """Yield the beam search of vLLM's server, and candidates of `AsyncLLM.generate`. options: of requests.
 
     When the client goes, all its requests are aborted. A list that the engine aborts ends as samples do then.
     """

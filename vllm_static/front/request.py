@@ -16,7 +16,7 @@ _READ = {*WORDS, *OPTIONS, *DRAWN, LIST}
 
 
 def asked(params: SamplingParams | BeamSearchParams) -> ItemRequest | None:
-    """What a request's parameters ask of item sets, judged unless that was done; None if nothing.
+    """Return what a request's parameters ask of item sets, judged unless that was done; None if nothing.
 
     Of a constraint it is not known yet whether sets stand in it. Raises RefusedError as `ItemRequest.of` does.
     """
@@ -31,7 +31,7 @@ def asked(params: SamplingParams | BeamSearchParams) -> ItemRequest | None:
 
 
 def asked_of_generate(params: SamplingParams) -> ItemRequest | None:
-    """The list, or the draws, that `generate` is to make in place of `n` samples; None if it is to sample.
+    """Return the list, or the draws, that `generate` is to make in place of `n` samples; None if it is to sample.
 
     Raises RefusedError as `ItemRequest.of` does, and for parameters that would be ignored.
     """
@@ -69,7 +69,7 @@ def judge(
 
 
 def put(params: Any, request: ItemRequest | None) -> Any:
-    """The same parameters with the judged request, if any, in place of what it was read from."""
+    """Return the same parameters with the judged request, if any, in place of what it was read from."""
     if request is None:
         return params
     own, extra = copy.copy(params), getattr(params, "extra_args", None) or {}
@@ -80,7 +80,7 @@ def put(params: Any, request: ItemRequest | None) -> Any:
 
 
 def constraint_of(params: Any) -> tuple[str, Any] | None:
-    """The kind and the text of a request's constraint, if item sets can stand in such; None if there is none."""
+    """Return the kind and the text of a request's constraint, if item sets can stand in such; None if there is none."""
     slate = (getattr(params, "extra_args", None) or {}).get(SLATE)
     structured = getattr(params, STRUCTURED, None)
     if slate is not None and structured is None:
@@ -99,7 +99,7 @@ def constraint_of(params: Any) -> tuple[str, Any] | None:
 
 
 def asks_slate(given: Any) -> bool:
-    """Whether a request, or its parameters, ask for a slate, judged already or not."""
+    """Return whether a request, or its parameters, ask for a slate, judged already or not."""
     each = [getattr(given, name, None) or {} for name in ("extra_args", "model_extra")]
     judged = each[0].get(REFERENCE)
     constraint = judged.constraint if isinstance(judged, ItemRequest) else None
@@ -107,6 +107,6 @@ def asks_slate(given: Any) -> bool:
 
 
 def names_sets(params: SamplingParams) -> bool:
-    """Whether a request names a set, or one stands in its constraint."""
+    """Return whether a request names a set, or one stands in its constraint."""
     given = constraint_of(params)
     return (params.extra_args or {}).get(REFERENCE) is not None or (given is not None and holds_sets(*given))

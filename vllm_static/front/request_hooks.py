@@ -108,7 +108,7 @@ def _generate(
 async def _prepared(
     original: Callable[..., Any], client: Any, params: Any, place: answers.Place, **options: Any
 ) -> Any:
-    """The answers of a request, whose set or constraint is made first: for a large inline set it takes seconds.
+    """Return the answers of a request, whose set or constraint is made first: for a large inline set it takes seconds.
     options: of the request, for a list after its thought."""
     from vllm_static.front import list_requests
     from vllm_static.front.front_end import follow
@@ -131,7 +131,7 @@ async def _prepared(
 async def _candidates(
     client: Any, prompt: Any, params: Any, request_id: str, **options: Any
 ) -> AsyncGenerator[Any, None]:
-    """A list or draws, each item an output."""
+    """Yield a list or draws, each item an output."""
     from vllm.renderers.inputs.preprocess import parse_model_prompt
 
     from vllm_static.front import list_requests

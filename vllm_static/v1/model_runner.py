@@ -84,7 +84,8 @@ def sample(original: Callable[..., Any], self: Any, logits: Any, spec_decode_met
 
 
 def _rows(requests: Sequence[int], drafts: Any) -> list[tuple[int, int, int]]:
-    """Each of these requests, by its place in the batch, with the number of each of its rows and the row among all.
+    """Return each of these requests, by its place in the batch, with the number of each of its rows and the row among
+    all.
 
     drafts: SpecDecodeMetadata, None without speculation, when each request has one row.
     """
@@ -100,12 +101,12 @@ def _weighs_at(params: Any) -> float:
 
 
 def _scaled(logits: Tensor, rows: Sequence[tuple[int, int, int]], temperatures: Tensor) -> Tensor:
-    """The logits of these rows, by their temperatures: [rows, vocabulary] float32."""
+    """Return the logits of these rows, by their temperatures: [rows, vocabulary] float32."""
     return logits[compat.to_device([row for *_, row in rows], logits.device)].float() / temperatures
 
 
 def _without(sampling_metadata: Any) -> Any:
-    """The same without chosen tokens, but with a column for the sampled token."""
+    """Return the same without chosen tokens, but with a column for the sampled token."""
     width = sampling_metadata.max_num_logprobs or 0
     return dataclasses.replace(sampling_metadata, logprob_token_ids=None, max_num_logprobs=width)
 
@@ -124,7 +125,7 @@ def _scores(sampler: Any, logits: Tensor, rows: Sequence[Any], tokens: list[list
 
 
 def _with(output: Any, rows: list[int], ids: Tensor, scores: Tensor) -> Any:
-    """The sampler's output with these columns in its rows, after that of the sampled token."""
+    """Return the sampler's output with these columns in its rows, after that of the sampled token."""
     tensors = output.logprobs_tensors
     width = ids.shape[1]
     more = (0, max(0, 1 + width - tensors.logprobs.shape[1]))
@@ -137,8 +138,8 @@ def _with(output: Any, rows: list[int], ids: Tensor, scores: Tensor) -> Any:
 
 
 def scoring(one: "Pass", *, cached: bool) -> dict[str, Any]:
-    """What the parameters of a request that scores a pass of a ranked list have on V1, which scores chosen tokens that
-    may follow a prompt, and the prompt's own. cached: whether it may use the prefix cache."""
+    """Return what the parameters of a request that scores a pass of a ranked list have on V1, which scores chosen
+    tokens that may follow a prompt, and the prompt's own. cached: whether it may use the prefix cache."""
     own: dict[str, Any] = {}
     if one.known < len(one.tokens):
         own = {"prompt_logprobs": 0, "skip_reading_prefix_cache": not cached}
@@ -148,12 +149,13 @@ def scoring(one: "Pass", *, cached: bool) -> dict[str, Any]:
 
 
 def lacks_scores(one: "Pass", prompt_tokens: int, output: Any) -> bool:
-    """Whether V1 has filled in only the rows that it has computed, and left what was in memory for the others."""
+    """Return whether V1 has filled in only the rows that it has computed, and left what was in memory for the
+    others."""
     return len(one.tokens) > one.known and (output.num_cached_tokens or 0) >= prompt_tokens + one.known
 
 
 def scored(one: "Pass", prompt_tokens: int, output: Any) -> "Answer":
-    """What V1 has scored of a pass."""
+    """Return what V1 has scored of a pass."""
     own, (after,) = output.prompt_logprobs, [output.outputs[0].logprobs]
     first = prompt_tokens + one.known
     scores = [own.logprobs[own.start_indices[i]] for i in range(first, prompt_tokens + len(one.tokens))]

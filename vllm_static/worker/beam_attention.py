@@ -74,7 +74,7 @@ def why_not(impl: Any) -> str | None:
 
 
 def _with_beams(impl: Any) -> Callable[..., Tensor]:
-    """What takes the place of an attention implementation's `forward`."""
+    """Return what takes the place of an attention implementation's `forward`."""
     original: Callable[..., Tensor] = impl.forward
 
     def forward(
@@ -171,8 +171,8 @@ def _by_flash(layer: Any, query: Tensor, kv_cache: Tensor, beams: BeamMetadata, 
 
 
 def _by_triton(layer: Any, query: Tensor, kv_cache: Tensor, beams: BeamMetadata, output: Tensor) -> Tensor:
-    """The same, as in `TritonAttentionImpl.forward`. The kernel that goes through the keys in segments leaves the
-    largest score of each, and the sum of exponentials."""
+    """Return the same, as in `TritonAttentionImpl.forward`. The kernel that goes through the keys in segments leaves
+    the largest score of each, and the sum of exponentials."""
     from vllm.v1.attention.ops.triton_unified_attention import unified_attention
 
     keys, values = _keys_and_values(kv_cache, layer.impl.head_size)
@@ -212,8 +212,9 @@ def _of_prompts(impl: Any, part: PromptPart) -> dict[str, Any]:
 
 
 def _segments(query: Tensor, beams: BeamMetadata) -> tuple[Tensor, ...]:
-    """What that kernel writes of each segment, float32: the values' sums, [tokens, heads, segments, padded size], and
-    twice [tokens, heads, segments]. It leaves those after the last key as they are, in all layers of a pass."""
+    """Return what that kernel writes of each segment, float32: the values' sums, [tokens, heads, segments, padded
+    size], and twice [tokens, heads, segments]. It leaves those after the last key as they are, in all layers of a
+    pass."""
     tokens, heads, size = query.shape
     count = beams.segments or (SEGMENTS if tokens * heads < MANY else 1)
     shape = (tokens, heads, count)
@@ -227,8 +228,8 @@ def _segments(query: Tensor, beams: BeamMetadata) -> tuple[Tensor, ...]:
 
 
 def _on_cpu(layer: Any, query: Tensor, kv_cache: Tensor, beams: BeamMetadata, output: Tensor) -> Tensor:
-    """The same by PyTorch's own kernel, over a copy of a prompt's KV: vLLM's packs tokens as its instructions like
-    them, and keeps the log-sum-exp to itself."""
+    """Return the same by PyTorch's own kernel, over a copy of a prompt's KV: vLLM's packs tokens as its instructions
+    like them, and keeps the log-sum-exp to itself."""
     (_, heads, size), (_, kv_heads, block, _) = query.shape, kv_cache.shape
     if (layouts := getattr(layer.impl, _LAYOUTS, None)) is None:
         setattr(layer.impl, _LAYOUTS, layouts := _cpu_layouts(layer, query.dtype, block))
@@ -257,8 +258,9 @@ def _unpacked(read: Tensor, half: int, shape: tuple[int, ...], strides: tuple[in
 
 
 def _cpu_layouts(layer: Any, dtype: torch.dtype, block: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Where a CPU's cache has the keys, and the values, of a block's tokens: shapes and strides of [tokens, size], each
-    of the two as [n, 2, 2, ...]. The kernel that writes the cache tells, whatever instructions it packs for."""
+    """Return where a CPU's cache has the keys, and the values, of a block's tokens: shapes and strides of [tokens,
+    size], each of the two as [n, 2, 2, ...]. The kernel that writes the cache tells, whatever instructions it packs
+    for."""
     impl = layer.impl
     size, places = impl.head_size, torch.zeros(2, block * impl.head_size, dtype=torch.int64)
     numbers = torch.arange(block * size)
@@ -284,8 +286,9 @@ _PROMPT = {"FlashAttentionImpl": _by_flash, "TritonAttentionImpl": _by_triton, "
 
 @torch.inference_mode()
 def largest_difference(layer: Any, kv_cache: Tensor, segments: int) -> float:
-    """How far the two parts are from a softmax in float64, for two rows after a prompt of three tokens that is written
-    to the cache's last block but one. The last block has to be nobody's, too: kernels and versions of vLLM are many.
+    """Return how far the two parts are from a softmax in float64, for two rows after a prompt of three tokens that is
+    written to the cache's last block but one. The last block has to be nobody's, too: kernels and versions of vLLM are
+    many.
 
     segments: as of `BeamMetadata`. Triton compiles a form for each, which then is there before the first list.
     """

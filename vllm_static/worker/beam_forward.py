@@ -116,7 +116,8 @@ def use_adapters(runner: Any, requests: list[str], slots: np.ndarray) -> None:
 def _run(
     runner: Any, tokens: Tensor, beams: BeamMetadata, requests: list[str], recorded: bool = False
 ) -> Tensor:  # fmt: skip
-    """One pass: the hidden states of all tokens, valid until the next one. recorded: a graph may hold no other."""
+    """Return one pass: the hidden states of all tokens, valid until the next one. recorded: a graph may hold no
+    other."""
     count, buffers = beams.tokens, runner.input_buffers
     shape = _shape(runner, len(tokens), count, requests, recorded)
     padded = max(count, shape.num_tokens)
@@ -144,8 +145,8 @@ def _run(
 
 
 def _shape(runner: Any, rows: int, count: int, requests: list[str], recorded: bool = False) -> Any:
-    """What vLLM has recorded for a pass: the pieces between layers' attention, or nothing. A full CUDA graph holds
-    another attention. count: tokens of all rows."""
+    """Return what vLLM has recorded for a pass: the pieces between layers' attention, or nothing. A full CUDA graph
+    holds another attention. count: tokens of all rows."""
     adapters = len(runner.lora_state.get_activate_loras(requests)) if runner.lora_config else 0
     shape = runner.cudagraph_manager.dispatch(rows, count, None, adapters)
     if shape.cg_mode != CUDAGraphMode.FULL and not recorded:

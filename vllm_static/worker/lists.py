@@ -210,7 +210,7 @@ class WideLists:
         return None if self._fit([one]) else NoList.NO_ROOM
 
     def _fit(self, lists: Sequence[Asked]) -> bool:
-        """Whether there is room for these lists, which are of one kind: entries and logits."""
+        """Return whether there is room for these lists, which are of one kind: entries and logits."""
         if lists[0].spec.placeholders:
             assert self._sets.head is not None
             each = 4 * self._sets.head.row_size * lists[0].spec.beams
@@ -219,8 +219,8 @@ class WideLists:
         return entries <= self._entries and self._logits_fit(lists[0], len(lists))
 
     def _logits_fit(self, one: Asked, lists: int) -> bool:
-        """Whether there is room for the logits of a pass of this many lists: of all tokens, or of some rows, beside
-        those of the set's own tokens."""
+        """Return whether there is room for the logits of a pass of this many lists: of all tokens, or of some rows,
+        beside those of the set's own tokens."""
         passes, most = self._passes(one), self._most_logits
         own = lists * passes.tokens * len(self._key(one)) // 8
         in_parts = lists * passes.queries <= most // PARTS and 2 * own <= self._room.tokens * self._runner.vocab_size
@@ -233,9 +233,9 @@ class WideLists:
         return tokens if self._runner.lora_config is None else min(tokens, most)
 
     def _passes(self, one: Asked) -> Passes:
-        """The passes of a list, or of a race. Tails take a token a pass, too, if these are not many, and there are
-        entries for their rows. Not those of draws: in its tail an item would compete with beams, and fewer draws would
-        be decided."""
+        """Return the passes of a list, or of a race. Tails take a token a pass, too, if these are not many, and there
+        are entries for their rows. Not those of draws: in its tail an item would compete with beams, and fewer draws
+        would be decided."""
         plan, spec = self._sets.arena.level_plan(one.number), one.spec
         if not (self.narrow or spec.races or (plan.levels if spec.renormalised else plan.longest) > MOST_ROUNDS):
             options: dict[str, Any] = {"renormalised": spec.renormalised, "end_token": spec.scored_end}
@@ -249,12 +249,12 @@ class WideLists:
         return Passes(shapes, stepwise=False)
 
     def _key(self, one: Asked) -> bytes:
-        """The set's own tokens, and the end token if it counts: see `Arena.alphabet`."""
+        """Return the set's own tokens, and the end token if it counts: see `Arena.alphabet`."""
         end = one.spec.scored_end
         return self._sets.arena.alphabet(one.number, () if end is None else (end,))
 
     def _draft(self, group: list[Asked]) -> Tensor:
-        """The tables of some lists of one kind that the draft head makes, as those of `_make`."""
+        """Return the tables of some lists of one kind that the draft head makes, as those of `_make`."""
         one, sets = group[0], self._sets
         assert sets.head is not None
         options = {"width": one.spec.width, "k": one.spec.k, "renormalised": one.spec.renormalised}
@@ -264,8 +264,8 @@ class WideLists:
         return table
 
     def _make(self, group: list[Asked], kv: BeamKV | None = None) -> Generator[int, None, Tensor]:
-        """The tables of some lists of one kind, or of some races: [lists, 1 + k, 2 + longest or more]. Before each pass
-        it says how many rows that has. kv: of its beams, if a graph holds them."""
+        """Yield the tables of some lists of one kind, or of some races: [lists, 1 + k, 2 + longest or more]. Before
+        each pass it says how many rows that has. kv: of its beams, if a graph holds them."""
         one, runner, arena = group[0], self._runner, self._sets.arena
         plan, passes, spec = arena.level_plan(one.number), self._passes(one), one.spec
         options: dict[str, Any] = {"width": spec.width, "k": spec.k, "end_token": spec.scored_end}
@@ -321,7 +321,8 @@ class WideLists:
 
 
 def _columns(key: bytes, span: tuple[int, int] | None, vocabulary: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The tokens of an alphabet that a round reads, and the column of each token, 0 of others: `Pass.columns`."""
+    """Return the tokens of an alphabet that a round reads, and the column of each token, 0 of others:
+    `Pass.columns`."""
     tokens = np.frombuffer(key, np.int64)
     low, high = np.searchsorted(tokens, (span[0], min(span[1] + 1, vocabulary)) if span else (0, vocabulary))
     read = compat.to_device(tokens[low:high] if low < high else tokens[:1], device)
@@ -331,12 +332,12 @@ def _columns(key: bytes, span: tuple[int, int] | None, vocabulary: int, device: 
 
 
 def _states(group: list[Asked]) -> Tensor:
-    """The hidden states at the ends of the prompts: [lists, 1 or L + 1, hidden size]."""
+    """Return the hidden states at the ends of the prompts: [lists, 1 or L + 1, hidden size]."""
     return torch.stack([one.states for one in group if one.states is not None])
 
 
 def _table(beams: Beams) -> Tensor:
-    """What beams have found, as `ListResult.of_table` reads it."""
+    """Return what beams have found, as `ListResult.of_table` reads it."""
     result = table_of(beams.decided)
     result = torch.nn.functional.pad(result, (0, max(0, HEAD - result.shape[2])), value=-1)
     head = torch.zeros_like(result[:, :1])
@@ -345,7 +346,8 @@ def _table(beams: Beams) -> Tensor:
 
 
 def _joined(tables: list[Tensor]) -> Tensor:
-    """One table of those of the races of a request, or of its list. All of them begin with the pass of the prompt."""
+    """Return one table of those of the races of a request, or of its list. All of them begin with the pass of the
+    prompt."""
     if len(tables) == 1:
         return tables[0]
     heads = torch.stack([table[0] for table in tables])

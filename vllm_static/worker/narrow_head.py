@@ -227,7 +227,7 @@ class NarrowHead:
 
 
 def _between(first: int, last: int, alphabet: Alphabet) -> Alphabet:
-    """The part of an alphabet from one token to another, on one rank: slices, and no copy of the head's rows."""
+    """Return the part of an alphabet from one token to another, on one rank: slices, and no copy of the head's rows."""
     low, high = np.searchsorted(alphabet.own_np, (first, last + 1)).tolist()
     if low == high:  # the model has no such tokens
         return alphabet
@@ -241,5 +241,5 @@ def _between(first: int, last: int, alphabet: Alphabet) -> Alphabet:
 
 
 def _product_of(rows: slice, head: Any, bias: Tensor | None, multiply: Callable[..., Tensor]) -> Tensor:
-    """The product with some rows of a head."""
+    """Return the product with some rows of a head."""
     return multiply(head.weight[rows], None if bias is None else bias[rows])

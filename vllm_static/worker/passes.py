@@ -25,7 +25,7 @@ class Asked(NamedTuple):
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What lists that are made together have in common."""
+        """Return what lists that are made together have in common."""
         spec = self.spec
         end = -1 if spec.scored_end is None else spec.scored_end
         widths = (spec.width,) if isinstance(spec.width, int) else spec.width
@@ -36,7 +36,7 @@ class Asked(NamedTuple):
 
     @property
     def apart(self) -> "list[Asked]":
-        """Each race by itself; a list as it is."""
+        """Return each race by itself; a list as it is."""
         return [self._replace(spec=replace(self.spec, races=(key,))) for key in self.spec.races] or [self]
 
 
@@ -64,5 +64,5 @@ class Passes(NamedTuple):
 
     @property
     def queries(self) -> int:
-        """The most tokens of a row."""
+        """Return the most tokens of a row."""
         return max(more for _, more in self.shapes)

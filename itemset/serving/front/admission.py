@@ -80,17 +80,17 @@ class Checks:
         _ = item_set.attributes  # checked: no filter should wait for it
 
     def fingerprint(self) -> str:
-        """The fingerprint of the model's tokenizer, made once."""
+        """Return the fingerprint of the model's tokenizer, made once."""
         self._model_print = self._model_print or fingerprint(self._tokenizer, self._added_tokens)
         return self._model_print
 
     def summary(self) -> str:
-        """The registered sets, for the log."""
+        """Return the registered sets, for the log."""
         sets = [f"{name} ({len(s):,} items)" for name, s in self.catalogue.registered.items()]
         return ", ".join(sets) or "none"
 
     def made(self, asked: ItemRequest) -> InlineSet:
-        """The set of a request; of a registered one the version that is served now.
+        """Return the set of a request; of a registered one the version that is served now.
 
         Waits until texts are encoded and built, or filters applied, unless they were not long ago. Raises RefusedError,
         or ItemSetError for what is wrong with an item.

@@ -25,7 +25,7 @@ Logs = tuple[Sequence[float], Sequence[float]]
 
 
 def told_of(output: Any) -> dict[str, Any]:
-    """Those of the fields that an engine's output has."""
+    """Return those of the fields that an engine's output has."""
     return {name: getattr(output, name) for name in FIELDS if hasattr(output, name)}
 
 
@@ -44,7 +44,7 @@ class Expected:
     weighed: str = ""
 
     def answer_fields(self, tokens: Sequence[int], *, cut: bool, logs: Logs = ((), ())) -> dict[str, Any]:
-        """What an answer says: its item. cut: whether it was aborted; a stop string may end an item.
+        """Return what an answer says: its item. cut: whether it was aborted; a stop string may end an item.
 
         logs: of a weighed answer, not finite if the engine could not tell. Their difference is the logarithm of the
         legal mass, the model's probability of all tokens allowed there, and the sum of that the item's `set_weight`.
@@ -58,12 +58,13 @@ class Expected:
         return {"item": item}
 
     def begun(self, tokens: Sequence[int]) -> bool:
-        """Whether the answer's item has begun: before it there may be reasoning."""
+        """Return whether the answer's item has begun: before it there may be reasoning."""
         return self.content is None or len(self.content(tokens)) > 0
 
     def item(self, tokens: Sequence[int]) -> dict[str, Any] | None:
-        """What an answer says of its item, {"key": ...} and more; None if it did not end at an item's end: where a stop
-        token follows, or nothing else could. tokens: the whole output, with `ignore_eos` with many stop tokens."""
+        """Return what an answer says of its item, {"key": ...} and more; None if it did not end at an item's end: where
+        a stop token follows, or nothing else could. tokens: the whole output, with `ignore_eos` with many stop
+        tokens."""
         tokens = tokens if self.content is None else self.content(tokens)
         end = len(tokens)
         while end and tokens[end - 1] in self.stop_tokens:
@@ -75,8 +76,8 @@ class Expected:
 
 
 def item_logprobs(log_p: Sequence[float], log_q: Sequence[float]) -> dict[str, list[float]] | None:
-    """What a candidate says of its tokens, the end token too: log q, by which sampling inside the set draws each of
-    them, and log p, the model's own over the vocabulary. None if the engine could not tell."""
+    """Return what a candidate says of its tokens, the end token too: log q, by which sampling inside the set draws each
+    of them, and log p, the model's own over the vocabulary. None if the engine could not tell."""
     known = all(map(math.isfinite, (*log_p, *log_q)))
     return {"log_q": list(log_q), "log_p": list(log_p)} if known else None
 
@@ -97,7 +98,7 @@ class ExpectedItems:
     weighed = ""
 
     def answer_fields(self, tokens: Sequence[int], *, cut: bool, logs: Logs = ((), ())) -> dict[str, Any]:
-        """What an answer says of its items: a list, in their order. cut: whether it was aborted."""
+        """Return what an answer says of its items: a list, in their order. cut: whether it was aborted."""
         tokens = tokens if self.content is None else self.content(tokens)
         holes = [
             hole(self.vocabulary, Items(one.made.item_set), one.closers, one.place.group, one.place.begins)

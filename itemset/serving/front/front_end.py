@@ -65,7 +65,7 @@ class FrontEndBase:
         """Raises what it likes for a constraint that the engine itself refuses, see `Constraints`."""
 
     def pinned(self, asked: ItemRequest) -> ItemRequest | None:
-        """The request with its set or constraint, whatever version is served later; None if no set stands in it.
+        """Return the request with its set or constraint, whatever version is served later; None if no set stands in it.
 
         Waits until it is made. Raises as `Checks.made` and `Constraints.get` do.
         """

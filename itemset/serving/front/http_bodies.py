@@ -60,8 +60,8 @@ class Body:
         self.whole = self.whole is not False and not thinks
 
     def numbered(self, *, whole: bool) -> dict[int, dict[str, Any]]:
-        """What answers say of items, by the number of their choice. whole: of a body that is no stream, whose choices
-        are counted: lists may be shorter than was asked for."""
+        """Return what answers say of items, by the number of their choice. whole: of a body that is no stream, whose
+        choices are counted: lists may be shorter than was asked for."""
         told = enumerate(sorted(self.items.items(), key=lambda pair: pair[0]))
         return {i if whole else prompt * self.each + index: said for i, ((prompt, index), said) in told}
 
@@ -70,12 +70,12 @@ _body: ContextVar[Body | None] = ContextVar("item_set_body", default=None)
 
 
 def body() -> Body:
-    """The body of the HTTP request that is being served; an empty one outside of one."""
+    """Return the body of the HTTP request that is being served; an empty one outside of one."""
     return _body.get() or Body()
 
 
 def body_of(request: Any) -> Body:
-    """The same, with the engine's object of the request. It may come without HTTP, from a file of requests."""
+    """Return the same, with the engine's object of the request. It may come without HTTP, from a file of requests."""
     if (given := _body.get()) is None:
         _body.set(given := Body())
     given.request = request
@@ -196,8 +196,8 @@ def _is_json(message: Any) -> bool:
 
 
 def _with_items(data: bytes | msgspec.Raw, items: Mapping[int, dict[str, Any]]) -> bytes:
-    """A JSON object of an OpenAI endpoint with its items: in choices that have ended, or beside a response's output.
-    All else stays the text that it is."""
+    """Return a JSON object of an OpenAI endpoint with its items: in choices that have ended, or beside a response's
+    output. All else stays the text that it is."""
     said: dict[str, Any] = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
     if "choices" in said:
         said["choices"] = msgspec.json.decode(said["choices"], type=list[dict[str, Any]])

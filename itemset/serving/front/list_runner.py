@@ -42,7 +42,7 @@ class AbortedError(Exception):
 def search_for(
     item_set: ItemSet, options: ListOptions | DrawOptions, *, end_token: int, config: StaticConfig, words: Words
 ) -> Rounds:
-    """The search for a request's list, or its draws. Raises RefusedError for what passes the server's limits."""
+    """Return the search for a request's list, or its draws. Raises RefusedError for what passes the server's limits."""
     most, limit = config.ranked_list_passes, config.ranked_list_limit
     reason, width = "beam search", widest(options.width or 1)
     if isinstance(options, DrawOptions):
@@ -85,7 +85,7 @@ def run_together(
 
 
 def result_of(search: Rounds) -> Found:
-    """The result of a search at its end. Raises RefusedError if draws were cut off, or there is no item."""
+    """Return the result of a search at its end. Raises RefusedError if draws were cut off, or there is no item."""
     try:
         result = search.result
     except CutOffError as error:
@@ -117,7 +117,7 @@ class OneRequest:
         self._warn, self._of = lru_cache(_KEPT)(warn), dict[tuple[str, Width], str]()
 
     def why(self, reference: str, width: Width) -> str | None:
-        """Why rounds must make a list of this set and width, as far as it is known."""
+        """Return why rounds must make a list of this set and width, as far as it is known."""
         return self.always or self._of.get((reference, width))
 
     def refused(
@@ -190,7 +190,7 @@ def best_of(result: ListResult) -> Found:
 
 
 def _key(reference: str, spec: ListSpec) -> tuple[str, Width]:
-    """What a refusal holds for: lists, or draws, of a set with this many beams."""
+    """Return what a refusal holds for: lists, or draws, of a set with this many beams."""
     return (DRAWS_OF + reference, spec.beams) if spec.races else (reference, spec.width)
 
 
@@ -211,7 +211,7 @@ class Pace:
 
     @property
     def limit(self) -> int:
-        """How many units the engine may have."""
+        """Return how many units the engine may have."""
         if self._each is None:
             return self._least
         return min(self.most, max(self._least, int(PATIENCE / self._each)))
@@ -258,8 +258,8 @@ class Lists:
     async def entries(
         self, best: Found, item_set: ItemSet, of_set: Mapping[str, Any]
     ) -> AsyncGenerator[list[tuple[Any, dict[str, Any]]], None]:
-        """The items, SLICE at a time, each with what an answer says of it (`described`); between them others get their
-        turn."""
+        """Yield the items, SLICE at a time, each with what an answer says of it (`described`); between them others get
+        their turn."""
         (entries,) = await self._on_thread(described, [best], item_set, of_set)
         items = list(zip(best.items, entries, strict=True))
         for first in range(0, len(items), SLICE):

@@ -82,7 +82,7 @@ class Surface:
     def _loose(
         self, read: Read, given: Any, fields: Fields, place: str = ""
     ) -> Iterator[tuple[str, str, Any, Collection[str]]]:
-        """The members of a body that its endpoint does not declare: place, key, value, and what is read there."""
+        """Yield the members of a body that its endpoint does not declare: place, key, value, and what is read there."""
         for one in objects(given):
             members = iter(one.items())
             for key, value in itertools.islice(members, LOOKED_AT):
@@ -122,7 +122,7 @@ def mends(choice: str, drawing: str) -> dict[str, str]:
 
 
 def set_in(given: Mapping[str, Any]) -> str | None:
-    """Where an item set stands in JSON of any kind, rightly or nearly; None where none does.
+    """Return where an item set stands in JSON of any kind, rightly or nearly; None where none does.
 
     In a schema a property may be called item_set, and constants and examples may hold what they like.
     """
@@ -156,7 +156,7 @@ def _says(text: str) -> bool:
 
 
 def chooses(structured: Any) -> bool:
-    """Whether a value of `structured_outputs` brings an inline list, rightly written or not."""
+    """Return whether a value of `structured_outputs` brings an inline list, rightly written or not."""
     return isinstance(structured, dict) and any(
         structured[key] is not None and nearest(key, (CHOICE, GUIDED))
         for key in (*itertools.islice(structured, COMPARED), *structured.keys() & {CHOICE})
@@ -164,7 +164,7 @@ def chooses(structured: Any) -> bool:
 
 
 def fields_of_route(scope: Mapping[str, Any], body: Any) -> Fields:
-    """The fields of a request's body, by the route that FastAPI has chosen for it. If that declares none, as
+    """Return the fields of a request's body, by the route that FastAPI has chosen for it. If that declares none, as
     /invocations, which hands the body on to another: those of all models whose required fields are there."""
     if (annotation := _annotation(scope.get("route"))) is not None:
         return fields_of_type(annotation)
@@ -183,7 +183,8 @@ def _annotation(route: Any) -> Any:
 
 
 def fields_of_type(annotation: Any) -> Fields:
-    """The fields of objects of a type, or of all of a union's; none of a dict's, which are free, or of a list's."""
+    """Return the fields of objects of a type, or of all of a union's; none of a dict's, which are free, or of a
+    list's."""
     return {name: inner for model in _models(annotation) for name, inner in _fields(model).items()}
 
 
@@ -211,7 +212,7 @@ def _fields(model: type) -> Fields:
 
 
 def holds_sets(kind: str, spec: Any) -> bool:
-    """Whether item sets stand in a constraint, rightly or not."""
+    """Return whether item sets stand in a constraint, rightly or not."""
     if kind == SLATE or not may_hold(kind, spec):
         return kind == SLATE
     if not is_small(spec):
@@ -229,7 +230,7 @@ def may_hold(kind: str, spec: Any) -> bool:
 
 
 def is_small(spec: Any) -> bool:
-    """Whether a constraint has few characters. Looks at no more of it than that."""
+    """Return whether a constraint has few characters. Looks at no more of it than that."""
     waiting, characters = [spec], 0
     while waiting and characters <= SMALL:
         node = waiting.pop()
@@ -241,8 +242,8 @@ def is_small(spec: Any) -> bool:
 
 
 def constraints_of(body: Any, fields: Collection[str]) -> list[tuple[str, Any]]:
-    """The kinds and texts of a body's constraints, by any engine's words, that may hold item sets. fields: those that
-    its endpoint declares."""
+    """Return the kinds and texts of a body's constraints, by any engine's words, that may hold item sets. fields: those
+    that its endpoint declares."""
     stated: list[tuple[str, Any]] = []
     for given in at(body, ""):
         one = {name: value for name, value in given.items() if name in fields or name == SLATE}
@@ -294,8 +295,8 @@ def refuse_loose_tools(tools: Iterable[Any], choice: Any, held: Callable[[bool],
 
 
 def disguised(tag: Any) -> Any:
-    """A structural tag of a body, as JSON or read, with what engines take as they parse it (xgrammar's `Format`) in
-    place of its sets: a constant text, out of which `undisguised` takes the set again."""
+    """Return a structural tag of a body, as JSON or read, with what engines take as they parse it (xgrammar's `Format`)
+    in place of its sets: a constant text, out of which `undisguised` takes the set again."""
     if not mentions(tag):
         return tag
     try:
@@ -306,7 +307,7 @@ def disguised(tag: Any) -> Any:
 
 
 def undisguised(tag: str | dict[str, Any]) -> str:
-    """The same structural tag with its sets, as JSON."""
+    """Return the same structural tag with its sets, as JSON."""
     text = tag if isinstance(tag, str) else json.dumps(tag)
     return json.dumps(json.loads(text, object_hook=_item_set)) if _DISGUISE in text else text
 

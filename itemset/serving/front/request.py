@@ -61,12 +61,12 @@ class ItemRequest:
 
     @property
     def wanted(self) -> int:
-        """How many items its list has, or its draws."""
+        """Return how many items its list has, or its draws."""
         return self.ranked.k if self.ranked is not None else self.drawn.n if self.drawn is not None else 1
 
     @property
     def chooses(self) -> bool:
-        """Whether it selects among the items of its registered set, and that is still to be done."""
+        """Return whether it selects among the items of its registered set, and that is still to be done."""
         selection = (self.item_filter, self.exclude_keys, self.only_keys)
         return self.made is None and any(one is not None for one in selection)
 
@@ -134,7 +134,8 @@ class Thought:
     weighed: ClassVar[str] = ""
 
     def answer_fields(self, tokens: Sequence[int], *, cut: bool, logs: Any = ()) -> dict[str, Any]:
-        """What an answer says: that its list is to be made, or that there is none, because it has ended elsewhere."""
+        """Return what an answer says: that its list is to be made, or that there is none, because it has ended
+        elsewhere."""
         if cut or tuple(tokens[-len(self.asked.marker) :]) != self.asked.marker:
             return {"items": None}
         return {THOUGHT: replace(self.asked, ended=replace(self, tokens=tokens))}
@@ -241,13 +242,13 @@ def check_options(given: Mapping[str, Any], *, ranked: bool, drawn: bool = False
 
 
 def wants_draws(given: Any) -> bool:
-    """Whether fields of a request ask for draws."""
+    """Return whether fields of a request ask for draws."""
     return isinstance(given, Mapping) and given.get(DRAWS) is not None
 
 
 def candidates(given: Mapping[str, Any], beside: Mapping[str, Any]) -> tuple[dict[str, Any], int | None]:
-    """What `generate` is asked for by LIST, or DRAWS: true, in words of other requests: its fields, and the items of a
-    list or None. beside: the engine's own parameters, n among them.
+    """Return what `generate` is asked for by LIST, or DRAWS: true, in words of other requests: its fields, and the
+    items of a list or None. beside: the engine's own parameters, n among them.
 
     Raises RefusedError for both together, and as `refuse_beside` does.
     """
@@ -263,7 +264,7 @@ def candidates(given: Mapping[str, Any], beside: Mapping[str, Any]) -> tuple[dic
 
 
 def wants_candidates(given: Any) -> bool:
-    """Whether fields beside `generate` ask for a list, or for draws, of its `n`."""
+    """Return whether fields beside `generate` ask for a list, or for draws, of its `n`."""
     if not isinstance(given, Mapping) or given.get(LIST_AFTER) not in (None, False):
         return False
     return bool(given.get(LIST)) or given.get(DRAWS) is True

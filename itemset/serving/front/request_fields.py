@@ -62,7 +62,7 @@ EXTRAS = frozenset(
 
 
 def at(body: Any, place: str) -> Iterator[dict[str, Any]]:
-    """The objects at a place of a body; of a batch, which is a list, each one's."""
+    """Yield the objects at a place of a body; of a batch, which is a list, each one's."""
     values = [body]
     for name in place.split(".") if place else ():
         values = [one.get(name) for value in values for one in objects(value)]
@@ -71,7 +71,7 @@ def at(body: Any, place: str) -> Iterator[dict[str, Any]]:
 
 
 def objects(value: Any) -> list[dict[str, Any]]:
-    """The object that a value is, or those in a list."""
+    """Return the object that a value is, or those in a list."""
     return [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, dict)]
 
 
@@ -103,12 +103,12 @@ def refuse_tools(body: Mapping[str, Any]) -> None:
 
 
 def wrong_type(message: str, param: str | None = None) -> RefusedError:
-    """The error for a field of another type or name."""
+    """Return the error for a field of another type or name."""
     return RefusedError("wrong type", message, param)
 
 
 def nearest(key: str, words: tuple[str, ...]) -> str | None:
-    """The word that a key is, or is taken for; None where it is none of these."""
+    """Return the word that a key is, or is taken for; None where it is none of these."""
     return None if len(key) > 40 else _nearest(key, words)
 
 
@@ -125,7 +125,7 @@ def _folded(key: str) -> str:
 
 
 def _near(given: str, word: str) -> bool:
-    """Whether EDITS insertions, deletions and substitutions lead from one to the other."""
+    """Return whether EDITS insertions, deletions and substitutions lead from one to the other."""
     if abs(len(given) - len(word)) > EDITS:
         return False
     row = list(range(len(word) + 1))
@@ -162,7 +162,7 @@ class _Options(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, number: Any, given: Mapping[str, Any]) -> Self:
-        """Those among a request's fields, beside their number. Raises RefusedError as the class does."""
+        """Return those among a request's fields, beside their number. Raises RefusedError as the class does."""
         return cls(number, **{name: given[name] for name in cls.__struct_fields__[1:] if given.get(name) is not None})
 
 
@@ -188,7 +188,7 @@ class ListOptions(_Options, frozen=True):
             raise RefusedError("beam search", message, "width")
 
     def scored_end(self, end_token: int) -> int | None:
-        """The end token that counts in the scores, if any does."""
+        """Return the end token that counts in the scores, if any does."""
         return None if self.without_end else end_token
 
     def with_beams(self, items: int, most: int) -> Self:
@@ -199,7 +199,7 @@ class ListOptions(_Options, frozen=True):
 
     @property
     def beam(self) -> int | tuple[int, ...]:
-        """How many beams, of every level or of each: `width`, or as many as items."""
+        """Return how many beams, of every level or of each: `width`, or as many as items."""
         return tuple(self.width) if isinstance(self.width, Sequence) else self.width or self.k
 
 
@@ -249,7 +249,8 @@ class DrawOptions(_Options, frozen=True):
                 raise RefusedError("draws", f'{name} is for exact draws: leave it or {DRAW}: "{IMPORTANCE}" out', name)
 
     def race_width(self, races: int, wanted: int, most: int) -> int | None:
-        """How many beams each race for `wanted` items has of `most`, in a step; None if they are too few for all."""
+        """Return how many beams each race for `wanted` items has of `most`, in a step; None if they are too few for
+        all."""
         width = max(self.width or RACE_BEAMS, 2 * wanted)
         if min(width, FEWEST_BEAMS) * races > most or wanted > most:
             return None

@@ -43,7 +43,7 @@ def refuse_unsampled(given: Mapping[str, Any], vocab_size: int) -> None:
 
 
 def _values(name: str, given: Any) -> Iterable[Any]:
-    """The numbers of a parameter. Raises RefusedError if those of several do not stand in the right kind."""
+    """Return the numbers of a parameter. Raises RefusedError if those of several do not stand in the right kind."""
     if given is None:
         return ()
     if name == "logit_bias":

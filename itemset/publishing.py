@@ -1,12 +1,14 @@
 """The next version of a published set, out of a whole file of its items."""
 
+import warnings
 from pathlib import Path
 from typing import Unpack
 
 from itemset.building.external import Progress, Source, build_external
 from itemset.building.key_rows import Changes, changes, refuse_repeated
 from itemset.building.scratch import scratch_folder
-from itemset.errors import ItemSetError
+from itemset.errors import ItemSetError, ItemSetWarning
+from itemset.item_set import ItemSet
 from itemset.published import KEEP, POINTER, PathLike, Version, load_current, publish
 
 
@@ -19,12 +21,11 @@ def publish_source(
     The file is the whole set: what is not in it any more is gone. The version is byte for byte a build of the file.
     keep: as for `publish`. keys_repeat: whether different items may have the same key. memory, progress, how: as for
     `build_external`; what is not given of attributes, prefix, escape and vocab_size is that of the current version.
-    Returns the version, and what has changed since the current one, None if there was none.
+    Returns the version, and what has changed since the current one, None if there was none that can be read.
     Raises ItemSetError as `build_external` and `publish`, and for keys that repeat. Then the set is what it was.
     """
-    folder, before = Path(folder).absolute(), None
-    if (folder / POINTER).exists():
-        before = load_current(folder)[1]
+    folder = Path(folder).absolute()
+    before = current_set(folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with scratch_folder(folder) as scratch:
@@ -39,3 +40,14 @@ def publish_source(
         raise ItemSetError(
             f"cannot publish to {folder}: {error.strerror}: choose a folder that you can write to, with room"
         ) from error
+
+
+def current_set(folder: PathLike) -> ItemSet | None:
+    """Return the current version's set; None if there is none, or one that is damaged, of which a warning is given."""
+    if not Path(folder, POINTER).exists():
+        return None
+    try:
+        return load_current(folder)[1]
+    except ItemSetError as error:
+        warnings.warn(f"{error}. The next version is made without it", ItemSetWarning, stacklevel=2)
+        return None

@@ -146,7 +146,7 @@ def _is_index(path: str) -> bool:
 def _built(name: str, path: str, words: dict[str, list[str]], tokenizer: Callable[[], Any], folder: Path) -> str:
     """Return the index of a file, from the cache if it is there."""
     files = sources.files_of(path)
-    chosen = dict(words)
+    chosen = {word: values for word, values in words.items() if word not in _FLAGS or values != ["no"]}
     wanted = [one for option in ("column", "key", "attribute") for one in words.get(option, ())]
     names, dialect = names_in(files[0], Dialect.of({word: values[0] for word, values in words.items()}), wanted)
     if names:
@@ -155,17 +155,18 @@ def _built(name: str, path: str, words: dict[str, list[str]], tokenizer: Callabl
     for file in files:
         digest.update(_content(file))
     index = folder / f"{digest.hexdigest()[:32]}.itemset"
+    given = [f"--{option}={value}" for option, values in chosen.items() for value in values if option not in _FLAGS]
+    given += [f"--{option.replace('_', '-')}" for option in _FLAGS if chosen.get(option, ["no"]) != ["no"]]
+    taken = (" ".join(given) or "its items") + (f", {dialect}" if dialect.names else "")
     with locked(folder / "lock", mode=0o600):
         if index.exists():
             os.utime(index)
+            say(f"item set {name!r}: {path} ({taken}), as it was built before: {index}")
             return str(index)
         for old in folder.glob("*.itemset"):
             if time.time() - old.stat().st_mtime > KEPT_SECONDS:
                 old.unlink()
-        given = [f"--{option}={value}" for option, values in chosen.items() for value in values if option not in _FLAGS]
-        given += [f"--{option.replace('_', '-')}" for option in _FLAGS if chosen.get(option, ["no"]) != ["no"]]
-        written = f", {dialect}" if dialect.names else ""
-        say(f"item set {name!r}: building an index of {path} ({' '.join(given) or 'its items'}{written})")
+        say(f"item set {name!r}: building an index of {path} ({taken})")
         if not {"key", "keep_text"} & chosen.keys() and names:
             say(f"item set {name!r}: no column has the keys, row numbers are the keys ({name}={path}?key=COLUMN)")
         others = [other for other in names if other and not any(other in values for values in chosen.values())]

@@ -17,6 +17,7 @@ from itemset.serving.config import StaticConfig, Words
 from itemset.serving.front import list_runner
 from itemset.serving.front.list_runner import Lists, OneRequest, Pace, run_together, search_for
 from itemset.serving.front.request_fields import ListOptions
+from itemset.serving.wire import EngineRequest, ListResult, ListSpec, NoList, SetRef
 
 END = 50
 ITEMS = itemset.build(np.random.default_rng(0).integers(0, END, (4_000, 3)))
@@ -226,3 +227,15 @@ def test_refusals_are_remembered_and_logged_once():
     refusals.refused("no blocks", always=True)
     assert refusals.why("others", 1) == "no blocks"
     assert logged == ["no room now", "too deep", "no blocks"]
+
+
+def test_where_64_beams_have_no_room_the_next_list_has_half():
+    logged: list[str] = []
+    one = OneRequest(lambda text, reason: logged.append(reason), beams=512, widest=512, too_many="")
+    assert one.usual_beams("films") == 512
+    for beams, left in ((64, 32), (32, 16), (16, 8)):
+        carried = EngineRequest(SetRef("films"), ListSpec(4, beams, END))
+        assert one.outcome(carried, ListResult(reason=NoList.NO_ROOM), None) is None
+        assert one.usual_beams("films") == left
+        assert one.why("films", beams) == NoList.NO_ROOM.value
+    assert one.usual_beams("songs") == 512

@@ -198,8 +198,38 @@ def test_keys_of_different_items_are_refused_unless_they_may_repeat(tokenizers, 
     assert not folder.exists()
     run(capsys, *given, "--keys-repeat")
     write(path, [*rows[:1], {"id": 1, "title": "Nib"}, *rows[2:]])
-    assert "0 gone, 0 new, 1 changed, 1 the same" in run(capsys, "publish", path, folder)
+    assert cli.main(["publish", str(path), str(folder)]) == 1  # it is asked for each time
+    assert "are those of different items" in capsys.readouterr().err
+    assert "0 gone, 0 new, 1 changed, 1 the same" in run(capsys, "publish", path, folder, "--keys-repeat")
     assert published.load_current(folder)[1].keys.to_pylist().count(1) == 2
+
+
+def test_a_damaged_version_stops_no_file(tokenizers, tmp_path, capsys):  # noqa: F811
+    today, folder = write(tmp_path / "today.csv", TODAY), tmp_path / "shop"
+    run(capsys, "publish", today, folder, "--tokenizer", tokenizers[0], "--attribute", "price")
+    path = published.current(folder).path
+    path.chmod(0o600)
+    path.write_bytes(path.read_bytes()[:100])
+    tomorrow = write(tmp_path / "tomorrow.csv", TOMORROW)
+    assert cli.main(["publish", str(tomorrow), str(folder)]) == 0
+    assert capsys.readouterr().err.count("is truncated") == 1
+    current = published.load_current(folder)[1]
+    assert current.attributes.column_names == ["price"]
+    assert len(current) == len({row["name"] for row in TOMORROW})
+
+
+def test_dense_keys_are_not_taken_for_row_numbers(tokenizers, tmp_path, capsys):  # noqa: F811
+    rows = [{"id": i, "title": title} for i, title in enumerate(("Ink", "Pen", "Cap"))]
+    given, index = ["--tokenizer", tokenizers[0]], tmp_path / "a.itemset"
+    for key in ("id", ""):
+        keyed = ["--column", "title", *(["--key", key] if key else [])]
+        run(capsys, "build", write(tmp_path / "a.csv", rows), *keyed, *given, "-o", index)
+        tomorrow = write(tmp_path / "b.csv", rows[1:])
+        update = ["update", str(index), "--from", str(tomorrow), *given, "-o", str(tmp_path / "b.itemset")]
+        assert cli.main(update) == 1
+        assert "say whether these are row numbers (--key '') or of a column (--key id)" in capsys.readouterr().err
+        said = run(capsys, *update, "--key", key)
+        assert ("1 gone, 0 new, 0 changed, 2 the same") in said
 
 
 def test_what_is_refused(tokenizers, tmp_path, capsys):  # noqa: F811

@@ -139,3 +139,20 @@ def test_a_sampling_parameter_that_no_sampler_can_hold(given, message):
 def test_sampling_parameters_that_samplers_hold():
     refuse_unsampled({"temperature": 0, "top_p": 1, "min_p": None, "top_k": -1, "stop_token_ids": [None, 99]}, 100)
     refuse_unsampled({"temperature": 2.0, "logit_bias": {"5": -100, 6: 0}, "seed": -1, "presence_penalty": -2}, 100)
+
+
+@pytest.mark.parametrize(
+    ("given", "items", "most", "beams"),
+    [
+        ({}, 10_000, 1_000, 64),
+        ({}, 40, 1_000, 40),
+        ({}, 5, 1_000, 10),
+        ({}, 10_000, 32, 32),
+        ({"k": 100}, 10_000, 1_000, 100),
+        ({"width": 12}, 10_000, 1_000, 12),
+        ({"exact": True}, 10_000, 1_000, 10),
+        ({"max_passes": 40}, 10_000, 1_000, 10),
+    ],
+)
+def test_a_list_has_64_beams_unless_it_says_otherwise(given, items, most, beams):
+    assert ListOptions(**({"k": 10} | given)).with_beams(items, most).beam == beams

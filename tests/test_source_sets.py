@@ -157,6 +157,10 @@ def test_columns_and_objects_of_the_process_are_read_as_what_they_are(given, ite
     assert {key: tokenizer.decode(films.tokens([key])[0]) for key in films.keys.to_pylist()} == items
 
 
+def test_a_flag_that_is_no_changes_nothing(folder, opened):
+    assert sorted(opened(f"{folder}/films.csv?keep_text=no").keys.to_pylist()) == sorted(KEYS)
+
+
 @pytest.mark.parametrize("name", ["films.xlsx", "films.pkl", "films.bin", "films"])
 def test_a_server_refuses_what_build_does(name, folder, opened):
     (folder / name).write_bytes(b"PK\x03\x04 no index")

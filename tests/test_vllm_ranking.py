@@ -6,6 +6,7 @@ import re
 import time
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from draw_requests import CUT_OFF
@@ -76,6 +77,10 @@ def test_options_of_a_list_are_fields_too(engine):
         assert [score for _, score in named] == pytest.approx([score for _, score in extra], abs=1e-4)
         assert len(named) == 6
     assert len({str(named) for named, _ in made}) > 2
+    given = RankingParams(beam_width=6, max_tokens=40, item_set="ragged", width=30, exact=True)
+    assert msgspec.structs.replace(given, width=40, exact=False).merged() == {"item_set": "ragged", "width": 40}
+    assert given.extra_args is None
+    assert RankingParams(beam_width=6, max_tokens=40, width=0).merged() == {"width": 0}  # which is refused, not dropped
     with pytest.raises(ItemSetError, match="width is 30, and in extra_args 20: give one"):
         RankingParams(beam_width=6, max_tokens=40, width=30, extra_args={"width": 20})
 

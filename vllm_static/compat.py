@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import dataclasses
-import importlib
+import importlib.util
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Executor
 from functools import partial
@@ -225,6 +225,8 @@ def why_rounds(vllm_config: Any) -> str | None:
 def why_no_weights(vllm_config: Any) -> str | None:
     """Return what keeps this engine from giving the weights of answers; None if nothing does."""
     speculative = vllm_config.speculative_config
+    if importlib.util.find_spec("vllm_static.worker.weights") is None:
+        return "its files were taken out"
     if vllm_config.use_v2_model_runner and not on_device_path(vllm_config):
         return "vLLM's model runner V2 needs the device path for it, and this server takes the host path"
     if getattr(speculative, "enable_adaptive_verification", False):

@@ -100,8 +100,8 @@ def build(args: argparse.Namespace) -> None:
     output = output_file(args.output)
     if output.exists() and os.path.exists(args.source) and output.samefile(args.source):
         raise ItemSetError(f"{output} is the source itself: give the index file another name")
-    start = time.perf_counter()
-    _print_written(write_index(args, output), output, start)
+    start, taken = time.perf_counter(), taken_of(args)
+    _print_written(write_index(args, output), output, start, ("read", taken))
 
 
 def write_index(args: argparse.Namespace, output: Path, before: ItemSet | None = None) -> ItemSet:
@@ -132,6 +132,20 @@ def how_of(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def taken_of(args: argparse.Namespace) -> str:
+    """Return what is read of a source by these arguments, for people."""
+    attributes = [name for name in args.attribute or () if name]
+    given = [name for name in (args.column, args.key, *attributes) if name]
+    names, dialect = names_in(sources.files_of(args.source)[0], Dialect.of(vars(args)), given)
+    if not names:
+        return f"its items, with {'their texts' if args.keep_text else 'row numbers'} as keys"
+    others = ", ".join(repr(name) for name in names if name not in given)
+    keys = f"keys of {args.key!r}" if args.key else "texts as keys" if args.keep_text else "row numbers as keys"
+    items = f"items of {args.column!r}" if args.column else "its items"
+    taken = f"{items}, {keys}" + (f", nothing of {others} (--attribute)" if others and args.column else "")
+    return f"{taken}; {dialect}" if dialect.names else taken
+
+
 def choose_columns(args: argparse.Namespace, about: str, before: ItemSet | None) -> str:
     """Choose the columns of the items and keys by their names, unless they are given; return what is taken, for people.
 
@@ -139,20 +153,24 @@ def choose_columns(args: argparse.Namespace, about: str, before: ItemSet | None)
     """
     file = sources.files_of(args.source)[0]
     attributes = args.attribute or ([] if before is None else before.attributes.column_names)
-    if before is not None and args.key is None and are_row_numbers(before.keys):
-        args.key = ""
+    numbered = before is not None and args.key is None and are_row_numbers(before.keys)
     given = [name for name in (args.column, args.key, *attributes) if name]
-    names, dialect = names_in(file, Dialect.of(vars(args)), given)
-    if not names:
-        return f"its items, with {'their texts' if args.keep_text else 'row numbers'} as keys"
-    args.column = args.column or item_column([name for name in names if name not in given])
-    free = [name for name in names if name not in (*given, args.column)]
-    if args.key is None and not args.keep_text:
-        args.key = key_column(free, [about, Path(args.source).stem], args.source)
-    others = ", ".join(repr(name) for name in free if name != args.key)
-    keys = f"keys of {args.key!r}" if args.key else "texts as keys" if args.keep_text else "row numbers as keys"
-    taken = f"items of {args.column!r}, {keys}" + (f", nothing of {others} (--attribute)" if others else "")
-    return f"{taken}; {dialect}" if dialect.names else taken
+    names, _ = names_in(file, Dialect.of(vars(args)), given)
+    if names:
+        args.column = args.column or item_column([name for name in names if name not in given])
+        free = [name for name in names if name not in (*given, args.column)]
+        found = None
+        if args.key is None and not args.keep_text:
+            found = key_column(free, [about, Path(args.source).stem], args.source)
+        if numbered and found is not None:
+            raise ItemSetError(
+                f"{args.source}: the keys before are 0, 1, 2, ...: say whether these are row numbers (--key '') or of "
+                f"a column (--key {found})"
+            )
+        args.key = found if args.key is None else args.key
+    if not args.attribute:
+        args.attribute = attributes
+    return taken_of(args)
 
 
 def update(args: argparse.Namespace) -> None:

@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import time
+import warnings
 from datetime import UTC
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,12 @@ from itemset.building.streams import format_of
 from itemset.cli.build import add_encoding, choose_columns, how_of
 from itemset.cli.options import Command, facts, positive, print_table
 from itemset.errors import ItemSetError
-from itemset.publishing import publish_source
+from itemset.publishing import current_set, publish_source
 from itemset.storage import SourceFile
 
 SOURCE = "source.json"
 """In the folder of a published set: how the last file of items was read there, but for leave to run its code."""
-_KEPT = ("column", "key", "keys_repeat", "keep_text", "tokenizer", "revision", *WORDS)
+_KEPT = ("column", "key", "keep_text", "tokenizer", "revision", "prefix", "escape", "attribute", *WORDS)
 
 
 def add_to(command: Command) -> None:
@@ -88,13 +89,14 @@ def publish(args: argparse.Namespace) -> None:
 def _is_source(file: str) -> bool:
     """Return whether a file holds items, by its suffix: a folder or a glob does, all else is an index."""
     kind = format_of(SourceFile(file, file, 0, None, None))
-    return os.path.isdir(file) or "*" in file or kind in sources.SUFFIXES
+    return os.path.isdir(file) or file.endswith("/") or "*" in file or kind in sources.SUFFIXES
 
 
 def _publish_source(args: argparse.Namespace) -> tuple[published.Version, list[tuple[str, str]]]:
     args.source, path = args.file, Path(args.folder, SOURCE)
     _fill_in(args, path)
-    before = published.load_current(args.folder)[1] if path.with_name(published.POINTER).exists() else None
+    with warnings.catch_warnings(action="ignore"):  # `publish_source` gives them again
+        before = current_set(args.folder)
     taken = choose_columns(args, Path(args.folder).name, before)
     kept: dict[str, Any] = {"keep": args.keep or published.KEEP, "keys_repeat": args.keys_repeat}
     with build_bar() as progress:
@@ -109,13 +111,17 @@ def _publish_source(args: argparse.Namespace) -> tuple[published.Version, list[t
 def _fill_in(args: argparse.Namespace, path: Path) -> None:
     """Take what is not given as it was when a file was last published here."""
     try:
-        last = msgspec.json.decode(path.read_bytes(), type=dict[str, str | bool])
+        last = msgspec.json.decode(path.read_bytes(), type=dict[str, str | bool | list[str]])
     except FileNotFoundError:
         return
     except (OSError, msgspec.MsgspecError) as error:
         raise ItemSetError(f"{path} cannot be read ({error}): delete it, and say again how the file is read") from error
+    if args.key:
+        last.pop("keep_text", None)
+    if args.keep_text:
+        last.pop("key", None)
     for name in _KEPT:
-        if getattr(args, name) in (None, False) and name in last:
+        if getattr(args, name) in (None, False, "", []) and name in last and not (name == "key" and args.key == ""):
             setattr(args, name, last[name])
 
 

@@ -27,6 +27,8 @@ def _initialize_kv_caches(original: Callable[..., Any], self: Any, vllm_config: 
     """Ranked lists have blocks of the KV cache that the scheduler does not know: in its pool they would count as used,
     and `reset_prefix_cache` fails while any block is."""
     cache: KVCacheConfig = original()
+    if id(vllm_config) not in compat.backends:
+        return cache  # of another engine in this process
     from vllm.v1.core import kv_cache_utils
 
     reason = compat.why_rounds(vllm_config)
@@ -96,6 +98,8 @@ def _one_full_attention(cache: "KVCacheConfig") -> bool:
 @hook("vllm.v1.core.sched.scheduler:Scheduler.update_from_output", order=-1)
 def _update_from_output(original: Callable[..., Any], self: Any, model_runner_output: Any) -> Any:
     """A request whose table is empty takes another step, in which its list goes on; its token is read by nobody."""
+    if compat.backend_of(self.structured_output_manager) is None:
+        return original()
     tables = model_runner_output.prompt_token_id_logprobs_dict
     for name in [name for name, table in tables.items() if not table.numel()]:
         del tables[name]

@@ -35,7 +35,7 @@ _NEAR = 8  # tokens before an item that its text may depend on
 
 class RankingParams(BeamSearchParams, kw_only=True):  # type: ignore[call-arg]
     """vLLM's BeamSearchParams with its word for a plugin's arguments, {"item_set": NAME}, and with that name and the
-    options of a list (`serving.front.request_fields.ListOptions`) as fields. Both are merged into `extra_args`."""
+    options of a list (`serving.front.request_fields.ListOptions`) as fields."""
 
     extra_args: dict[str, Any] | None = None
     item_set: str | None = None
@@ -48,12 +48,16 @@ class RankingParams(BeamSearchParams, kw_only=True):  # type: ignore[call-arg]
     def __post_init__(self) -> None:
         """Raises RefusedError for an option that is given twice, with different values."""
         super().__post_init__()
+        self.merged()
+
+    def merged(self) -> dict[str, Any]:
+        """Return `extra_args` with what the fields say beside it. Raises RefusedError as the construction does."""
         extra = dict(self.extra_args or {})
         for name in (REFERENCE, *OPTIONS):
             value = getattr(self, name)
-            if value not in (None, False) and extra.setdefault(name, value) != value:
+            if value is not None and value is not False and extra.setdefault(name, value) != value:
                 raise wrong_type(f"{name} is {value!r}, and in extra_args {extra[name]!r}: give one", name)
-        self.extra_args = extra or None
+        return extra
 
 
 class DrawParams(RankingParams, kw_only=True):  # type: ignore[call-arg]

@@ -25,6 +25,7 @@ def asked(params: SamplingParams | BeamSearchParams) -> ItemRequest | None:
         return None
     if isinstance(judged := extra.get(REFERENCE), ItemRequest):
         return judged
+    extra = params.merged() if hasattr(params, "merged") else extra  # RankingParams has fields of its own
     judged = judge(extra, params.structured_outputs, k=k, draws=bool(k))
     given = constraint_of(params) if judged is None and k is None else None
     return judged if given is None else ItemRequest(constraint=given)

@@ -131,9 +131,9 @@ class FrontEndBase:
         """Give a list its beams, as many as usual if it does not say how many. Raises RefusedError as `Checks.made`."""
         if asked.ranked is None:
             return asked
-        most, items = self.config.ranked_list_limit, len(self.checks.made(asked).item_set)
-        most = most if self.one_request.widest is None else min(most, self.one_request.widest)
-        return replace(asked, ranked=asked.ranked.with_beams(items, most))
+        made = self.checks.made(asked)
+        most = min(self.config.ranked_list_limit, self.one_request.usual_beams(made.reference))
+        return replace(asked, ranked=asked.ranked.with_beams(len(made.item_set), most))
 
     def begin_list(
         self, asked: ItemRequest, end_token: int, *, prompt_tokens: int, after: int, **options: Any

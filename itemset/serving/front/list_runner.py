@@ -115,6 +115,12 @@ class OneRequest:
         that is known, and logged, already."""
         self.beams, self.widest, self._too_many, self.always = beams, widest, too_many, always
         self._warn, self._of = lru_cache(_KEPT)(warn), dict[tuple[str, Width], str]()
+        self._room = dict[str, int]()  # of sets for whose lists as many beams as usual were too many
+
+    def usual_beams(self, reference: str) -> int:
+        """Return how many beams the engine has for a list of this set, as far as it is known: at most so many has one
+        that does not say."""
+        return self._room.get(reference, self.beams if self.widest is None else self.widest)
 
     def why(self, reference: str, width: Width) -> str | None:
         """Return why rounds must make a list of this set and width, as far as it is known."""
@@ -129,7 +135,9 @@ class OneRequest:
         if of is not None:
             if len(self._of) >= _KEPT:
                 self._of.clear()
+                self._room.clear()
             self._of[of] = reason
+            self._room[of[0]] = widest(of[1]) // 2
         self._warn("A ranked list takes rounds of requests: %s", detail or reason)
 
     def spec(

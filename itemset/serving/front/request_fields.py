@@ -193,7 +193,7 @@ class ListOptions(_Options, frozen=True):
 
     def with_beams(self, items: int, most: int) -> Self:
         """Give a list of a set with this many items the beams that it has unless it says otherwise, at most `most`."""
-        if self.width is not None or self.exact:
+        if self.width is not None or self.exact or self.max_passes is not None:
             return self
         return msgspec.structs.replace(self, width=max(self.k, min(USUAL_BEAMS, items, most)))
 

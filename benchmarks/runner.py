@@ -347,7 +347,7 @@ class Engine:
         elif "draws" in words:
             made = DrawParams(max_tokens=steps, extra_args={"width": width, **words})
         else:
-            made = RankingParams(beam_width=width, max_tokens=steps, extra_args=words)
+            made = RankingParams(beam_width=width, max_tokens=steps, extra_args={"width": width, **words})
         found = self.llm.beam_search([{"prompt_token_ids": prompt} for prompt in prompts], made)
         sizes = map(len, prompts)
         return [

@@ -99,7 +99,8 @@ def main() -> None:
                 for label, path, body in ways:
                     command = [sys.executable, "-m", "itemset", "bench", "--url", url.removesuffix("/v1") + path]
                     command += ["--set", str(index), "--tokenizer", str(model), "--users", str(folder / "users.jsonl")]
-                    command += ["-k", str(arguments.k), "--body", f"{label}={json.dumps(body)}"]
+                    given = {"width": arguments.k} if "item_set" in body else {}  # as many beams as the others
+                    command += ["-k", str(arguments.k), "--body", f"{label}={json.dumps(body | given)}"]
                     command += ["--concurrency", *arguments.concurrency, "--json", str(folder / "bench.json")]
                     subprocess.run(command, check=True)
                     rows.append(in_one(server, json.loads((folder / "bench.json").read_text())["rows"]))

@@ -84,7 +84,7 @@ def report(retrieval: Retrieval, histories: Sequence[Sequence[int]]) -> bool:
     print(f"asking for {len(histories) * (len(WIDTHS) + 1)} ranked lists (about a minute)", flush=True)
     before, after = [watched[:-1] for watched in histories], [watched[-1] for watched in histories]
     with ThreadPoolExecutor(8) as pool:
-        lists = {width: list(pool.map(partial(retrieval.ranked, n=width), before)) for width in WIDTHS}
+        lists = {width: list(pool.map(partial(retrieval.ranked, n=width, width=width), before)) for width in WIDTHS}
         exact = list(pool.map(partial(retrieval.ranked, n=K, exact=True), before))
     best = [[item["key"] for item in one] for one in exact]
 

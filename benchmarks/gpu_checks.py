@@ -21,7 +21,7 @@ import itemset
 from itemset import ItemSet
 from itemset.masking import cpu_kernels, triton_kernels
 from itemset.masking.arena import Arena, Copies, room_for
-from itemset.masking.batch import CHAIN, ROW, TREE, Batch
+from itemset.masking.batch import CHAIN, ROW, TREE, Batch, table_row
 from itemset.masking.slots import Slots
 
 VOCABULARY, STOP = 2_048, 0
@@ -115,7 +115,7 @@ class Compared(Slots):
         rows = np.zeros((len(self.arena.sets), ROW), np.int64)
         for resident in self.arena.plan.residents:
             if resident.digest in by_digest:
-                rows[resident.number] = batch.table_row(by_digest[resident.digest])
+                rows[resident.number] = table_row(by_digest[resident.digest])
         host = SimpleNamespace(rows_at=rows.ctypes.data)
         expected = self.results(cpu_kernels, host, "cpu", batch, logits)
         for name, found in self.results(triton_kernels, self.arena, logits.device, batch, logits).items():

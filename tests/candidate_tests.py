@@ -73,7 +73,7 @@ def check_candidates(engine: Any, named_sets: dict[str, NamedSet], trainer: Trai
     options: dict[str, Any] = {"item_logprobs": True, "max_tokens": 20}
     for name in ("ragged", "tagged"):
         answers = engine.ask([PROMPT, PROMPT], {"item_set": name, "list": True, "n": 4, "width": 4, **options})
-        (found,) = engine.rank(4, prompts=[PROMPT], item_set=name)
+        (found,) = engine.rank(4, prompts=[PROMPT], item_set=name, width=4)
         assert len(answers) == 8
         for one in (answers[:4], answers[4:]):
             check(trainer, named_sets[name].items, one)

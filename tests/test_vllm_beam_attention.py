@@ -225,7 +225,7 @@ def by_graphs(
         def replay() -> Any:
             nonlocal replayed
             replayed += 1
-            with mock.patch("vllm_static.worker.beam_kv.to_device", side_effect=AssertionError("a copy from the host")):
+            with mock.patch("vllm_static.compat.to_device", side_effect=AssertionError("a copy from the host")):
                 return program()
 
         return replay

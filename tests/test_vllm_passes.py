@@ -23,10 +23,10 @@ def engine(engines, tiny_model, static):
 def with_logits_of(llm: Any, tokens: int, races: int = 0, renormalised: bool = False) -> Any:
     """Three lists, or draws of so many races each, when there is room for the logits of so many tokens: the lists of
     each group, the answers, and of how many tokens logits were made at once at most."""
-    from vllm_static.worker import lists
+    from vllm_static.worker.lists import WideLists
 
     runner = runner_of(llm)
-    lists, own_make, groups = runner.prompt_logprobs_worker.static_lists, lists.WideLists._make, []
+    lists, own_make, groups = runner.prompt_logprobs_worker.static_lists, WideLists._make, []
 
     def make(self: Any, group: list[Any]) -> Any:
         groups.append(len(group))
@@ -40,7 +40,7 @@ def with_logits_of(llm: Any, tokens: int, races: int = 0, renormalised: bool = F
     with (
         off(llm),
         mock.patch.object(lists, "_room", room),
-        mock.patch.object(lists.WideLists, "_make", make),
+        mock.patch.object(WideLists, "_make", make),
         mock.patch.object(runner.model, "compute_logits", wraps=runner.model.compute_logits) as logits,
     ):
         outputs = llm.generate(prompts, params, use_tqdm=False)

@@ -101,8 +101,9 @@ class Engine(HostedEngine):
         return [answered(one) for one in found]
 
     def rank(self, n: int, prompts: Any = (PROMPT, PROMPT), **words: Any) -> list[Found]:
-        """A list of each prompt."""
-        given = sampling_params({"max_tokens": 40, "beam_width": n} | words)
+        """A list of each prompt: of SGLang's `beam_width`, or of `width` beams and then its first n items."""
+        beams = words.pop("width", n)
+        given = sampling_params({"max_tokens": 40, "beam_width": beams} | ({} if beams == n else {"n": n}) | words)
         return [found_in(output) for output in self.generate(input_ids=list(prompts), sampling_params=given)]
 
     def draw(self, **words: Any) -> list[tuple[Item, float]]:

@@ -239,3 +239,8 @@ def test_where_64_beams_have_no_room_the_next_list_has_half():
         assert one.usual_beams("films") == left
         assert one.why("films", beams) == NoList.NO_ROOM.value
     assert one.usual_beams("songs") == 512
+
+
+def test_where_the_engine_decides_half_of_its_seats_are_for_beams():
+    one = OneRequest(lambda text, reason: None, beams=40, widest=None, too_many="")
+    assert one.usual_beams("films") == 20

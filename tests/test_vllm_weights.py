@@ -200,7 +200,7 @@ def test_ten_cycles_of_sleep_and_new_weights_under_load(engines, tiny_model, sta
     options = on_path(static, path, "numba")
     engine = engines(runner, tiny_model, **options)
     found = engine.call(in_cycles, models, FAST | options)
-    (first,) = engine.rank(3, prompts=[PROMPT], item_set="ragged")
+    (first,) = engine.rank(3, prompts=[PROMPT], item_set="ragged", width=6)
     assert [answer.tokens for answer in found.lists[1]] == [tokens for _, tokens in first.items]
     check_cycles(found, named_sets["ragged"].items, [trainer_of(model) for model in models])
 

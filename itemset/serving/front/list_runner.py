@@ -119,8 +119,8 @@ class OneRequest:
 
     def usual_beams(self, reference: str) -> int:
         """Return how many beams the engine has for a list of this set, as far as it is known: at most so many has one
-        that does not say."""
-        return self._room.get(reference, self.beams if self.widest is None else self.widest)
+        that does not say. Beside them there may be as many tails."""
+        return self._room.get(reference, self.beams // 2 if self.widest is None else self.widest)
 
     def why(self, reference: str, width: Width) -> str | None:
         """Return why rounds must make a list of this set and width, as far as it is known."""

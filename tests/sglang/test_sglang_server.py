@@ -253,7 +253,7 @@ def test_metrics(server):
     tagged = {"properties": {"x": {"type": "string", "item_set": COLOURS}}, "required": ["x"], "type": "object"}
     complete(server, response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": tagged}})
     body = {"model": "tiny", "prompt": "p", "max_tokens": 200}
-    for options in ({}, {"max_passes": 50}):
+    for options in ({"width": 2}, {"max_passes": 50}):
         ranked = {"item_set": "tagged", "use_beam_search": True, "n": 2, **options}
         assert server.post("/v1/completions", body | ranked)[0] == 200
     assert server.post("/v1/completions", body | {"item_set": "tagged", "draws": 2})[0] == 200

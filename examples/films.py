@@ -120,7 +120,7 @@ def ranked_list(url: str, engine: str) -> list[dict[str, Any]]:
             {**one["meta_info"], "score": one["meta_info"]["sequence_score"], "title": one["text"]} for one in found
         ]
     asked = {"model": MODEL_NAME, "prompt": RANKED_PROMPT, "max_tokens": 64, "item_set": ITEM_SET}
-    answer = post(url + "/completions", asked | {"use_beam_search": True, "n": RANKED})
+    answer = post(url + "/completions", asked | {"use_beam_search": True, "n": RANKED, "width": RANKED})
     return [{**choice["item"], "title": choice["text"]} for choice in answer["choices"]]
 
 

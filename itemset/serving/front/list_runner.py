@@ -118,7 +118,7 @@ class OneRequest:
         self._room = dict[str, int]()  # of sets for whose lists as many beams as usual were too many
 
     def usual_beams(self, reference: str) -> int:
-        """Return how many beams the engine has for a list of this set, as far as it is known: at most so many has one
+        """Return how many beams the engine has for a list of this set, as far as it is known: the most that one has
         that does not say. Beside them there may be as many tails."""
         return self._room.get(reference, self.beams // 2 if self.widest is None else self.widest)
 

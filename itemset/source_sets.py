@@ -156,7 +156,7 @@ def _built(name: str, path: str, words: dict[str, list[str]], tokenizer: Callabl
         digest.update(_content(file))
     index = folder / f"{digest.hexdigest()[:32]}.itemset"
     given = [f"--{option}={value}" for option, values in chosen.items() for value in values if option not in _FLAGS]
-    given += [f"--{option.replace('_', '-')}" for option in _FLAGS if chosen.get(option, ["no"]) != ["no"]]
+    given += [f"--{option.replace('_', '-')}" for option in _FLAGS if option in chosen]
     taken = (" ".join(given) or "its items") + (f", {dialect}" if dialect.names else "")
     with locked(folder / "lock", mode=0o600):
         if index.exists():

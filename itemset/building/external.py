@@ -75,7 +75,7 @@ def build_external(
     progress: called with a stage ("reading" or, for texts, "encoding"; "sorting", "merging", "building") and the share
     of it that is done.
     Raises ItemSetError as those functions do, if the disk is full, and if the set before had another tokenizer, or keys
-    where none are named now (key="": the row numbers).
+    and no column is named for them now (key="": the row numbers).
     """
     how: dict[str, Any] = {**source} if before is None else _as_before(before, path, {**source})
     how = {name: value for name, value in how.items() if value is not None and value != ""}

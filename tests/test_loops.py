@@ -27,7 +27,7 @@ loops = {
     ),
     levels._measure: (place, i64, *[counts] * 5),
     validate._in_order: (place, i64, counts, counts),
-    tables.fill: (types.uint16[::1], counts, i64, types.uint16[::1], cells, place, types.uint32[::1]),
+    tables.fill: (i64, i64, counts, i64, types.uint16[::1], cells, place, types.uint32[::1]),
     targets.set_bases: (place,),
     view._mark: (place, bits, i64, i64, bits),
     walk._read_tails: (place, i64, types.uint32[::1]),

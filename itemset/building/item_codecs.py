@@ -22,7 +22,7 @@ class _Words:
 
     def encode(self, rows: Rows) -> list[pa.Array]:
         members, starts = np.arange(len(rows), dtype=np.uint32), range(0, self._longest, self._tokens)
-        pack = partial(pack_keys, rows.tokens, *rows.layout, members)
+        pack = partial(pack_keys, *rows.cells, members)
         return [pa.array(pack(start, self._tokens, self._bits, 0)) for start in starts]
 
     def decode(self, batch: pa.RecordBatch) -> Rows:

@@ -42,10 +42,8 @@ def fill_bitmask_of(tables: Any, state: int, stops: Any, ready: int, row: Any) -
         first, end = first_edge(tables, state), first_edge(tables, state + 1)
         if ready and state < load32(ready, 0):
             _copy_ready(ready, state, row)
-        elif tables.label_bytes == 2:
-            _set_children(tables, array_at(tables.labels, tables.edges, np.uint16), first, end, row)
         else:
-            _set_children(tables, array_at(tables.labels, tables.edges, np.uint32), first, end, row)
+            _set_children(tables, first, end, row)
         for at in range(first_dead(tables, first), tables.dead_count):  # in the order of the edges: a node's together
             edge = load32(tables.dead, at)
             if edge >= end:
@@ -65,51 +63,51 @@ def _copy_ready(ready: int, node: int, row: Any) -> None:
 
 
 @compiled
-def _set_children(tables: Any, labels: Any, first: int, end: int, row: Any) -> None:
-    gaps = _gaps(labels, first, end) if end > first else 0
+def _set_children(tables: Any, first: int, end: int, row: Any) -> None:
+    gaps = _gaps(tables, first, end) if end > first else 0
     few_gaps = gaps <= (end - first) >> 3
     if few_gaps or tables.alive:
         for block in range(first >> 5, (end + 31) >> 5):
             alive = np.uint32(load32(tables.alive, block)) if tables.alive else _ALL
             low, high = max(first, block * 32), min(end, block * 32 + 32)
             if gaps == 0:
-                _set_run(labels, alive, low, high, row)
+                _set_run(tables, alive, low, high, row)
             elif few_gaps:
-                _set_runs(labels, alive, low, high, row)
+                _set_runs(tables, alive, low, high, row)
             elif alive == _ALL:
                 for edge in range(low, high):
-                    _set_bit(row, np.int64(labels[edge]))
+                    _set_bit(row, label(tables, edge))
             else:
-                _set_alive(labels, alive, low, high, row)
+                _set_alive(tables, alive, low, high, row)
     else:
         for edge in range(first, end):
-            _set_bit(row, np.int64(labels[edge]))
+            _set_bit(row, label(tables, edge))
 
 
 @compiled
-def _gaps(labels: Any, first: int, end: int) -> Any:
+def _gaps(tables: Any, first: int, end: int) -> Any:
     """Return how many tokens between the labels of these edges are no labels."""
-    return np.int64(labels[end - 1]) - np.int64(labels[first]) - (end - first - 1)
+    return label(tables, end - 1) - label(tables, first) - (end - first - 1)
 
 
 @compiled
-def _set_runs(labels: Any, alive: Any, low: int, high: int, row: Any) -> None:
+def _set_runs(tables: Any, alive: Any, low: int, high: int, row: Any) -> None:
     """Do `_set_alive` where most labels follow one another."""
-    if _gaps(labels, low, high) == 0:
-        _set_run(labels, alive, low, high, row)
+    if _gaps(tables, low, high) == 0:
+        _set_run(tables, alive, low, high, row)
         return
     for first in range(low, high, 8):
         end = min(first + 8, high)
-        if _gaps(labels, first, end) == 0:
-            _set_run(labels, alive, first, end, row)
+        if _gaps(tables, first, end) == 0:
+            _set_run(tables, alive, first, end, row)
         else:
-            _set_each(labels, alive, first, end, row)
+            _set_each(tables, alive, first, end, row)
 
 
 @compiled
-def _set_run(labels: Any, alive: Any, low: int, high: int, row: Any) -> None:
+def _set_run(tables: Any, alive: Any, low: int, high: int, row: Any) -> None:
     """Do `_set_alive` for labels that follow one another."""
-    token = np.int64(labels[low])
+    token = label(tables, low)
     bits = np.uint64(alive >> np.uint32(low & 31)) & ((np.uint64(1) << np.uint64(high - low)) - np.uint64(1))
     bits <<= np.uint64(token & 31)
     if token >> 5 < len(row):
@@ -119,24 +117,24 @@ def _set_run(labels: Any, alive: Any, low: int, high: int, row: Any) -> None:
 
 
 @compiled
-def _set_alive(labels: Any, alive: Any, low: int, high: int, row: Any) -> None:
+def _set_alive(tables: Any, alive: Any, low: int, high: int, row: Any) -> None:
     """Set the labels of those edges from `low` on, all of one word of `Tables.alive`, whose bits are set there."""
     if count_ones(np.int64(alive)) <= _FEW:
         alive = alive >> np.uint32(low & 31) << np.uint32(low & 31)
         if high & 31:
             alive &= (np.uint32(1) << np.uint32(high & 31)) - np.uint32(1)
         while alive:
-            _set_bit(row, np.int64(labels[(low & ~31) + np.int64(_count_zeros_below(alive))]))
+            _set_bit(row, label(tables, (low & ~31) + np.int64(_count_zeros_below(alive))))
             alive &= alive - np.uint32(1)
     else:
-        _set_each(labels, alive, low, high, row)
+        _set_each(tables, alive, low, high, row)
 
 
 @compiled
-def _set_each(labels: Any, alive: Any, low: int, high: int, row: Any) -> None:
+def _set_each(tables: Any, alive: Any, low: int, high: int, row: Any) -> None:
     """Do `_set_alive` without a branch on a bit: many of them would be foreseen wrongly."""
     for edge in range(low, high):
-        token, bit = np.int64(labels[edge]), alive >> np.uint32(edge & 31) & np.uint32(1)
+        token, bit = label(tables, edge), alive >> np.uint32(edge & 31) & np.uint32(1)
         if token >> 5 < len(row):
             row[token >> 5] |= bit << np.uint32(token & 31)
 

@@ -239,7 +239,9 @@ def _let_in(nodes, expansion, heap, size, node, clock, key, window):  # type: ig
     for i in range(count):
         time = gap(times[i], earliest)
         if low <= time < high:
-            heap, size = _push(heap, size, log_of_sum(clock, time - mass), keys[i], 0.0, begin + i, 0)
+            heap, size = _push(
+                heap, size, log_of_sum(clock, time - mass), keys[i], 0.0, np.int64(begin + i), np.int64(0)
+            )
         elif time >= high:
             rest = min(rest, time)
     if rest < math.inf:
@@ -247,7 +249,7 @@ def _let_in(nodes, expansion, heap, size, node, clock, key, window):  # type: ig
         while unit + (later - 2) * _DOUBLE > rest:  # by a rounding
             later -= 1
         start = log_of_sum(clock, unit + (later - 2) * _DOUBLE - mass)
-        heap, size = _push(heap, size, start, key, clock, node, later)
+        heap, size = _push(heap, size, start, key, clock, np.int64(node), np.int64(later))
     return heap, size
 
 
@@ -255,7 +257,9 @@ def _let_in(nodes, expansion, heap, size, node, clock, key, window):  # type: ig
 def _push(heap, size, clock, key, rung, node, window):  # type: ignore[no-untyped-def]
     """Add an entry; return the heap, a larger one if it was full, and its size."""
     if size == len(heap):
-        heap = np.concatenate((heap, heap))
+        full, heap = heap, np.empty(2 * size, heap.dtype)
+        for i in range(size):
+            heap[i] = full[i]
     at = size
     while at > 0 and heap[(at - 1) >> 1].clock > clock:
         heap[at] = heap[(at - 1) >> 1]

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from itemset.item_set import ItemSet
 from itemset.masking.cpu_kernels import children_from
 from itemset.trie.pointers import compiled, first_edge, label
+from itemset.trie.rows import grown
 from itemset.trie.walk import END, TAIL, advance, follow, is_alive, is_terminal, tail_token
 
 
@@ -158,7 +159,7 @@ class ScoredTree:
 
     def _read(self, edges: NDArray[np.int32], forced: bool) -> tuple[NDArray[np.int64], list[tuple[int, ...]]]:
         """Return the state after each edge and the tokens that are certain after it, and all of these tokens."""
-        states, lengths, flat = _read_edges(self._tables.pointers, edges, forced)
+        states, lengths, flat = _read_edges(self._tables.pointers, np.ascontiguousarray(edges), forced)
         ends, tokens = np.cumsum(lengths).tolist(), flat.tolist()
         return states, [tuple(tokens[end - n : end]) for end, n in zip(ends, lengths.tolist(), strict=True)]
 
@@ -186,7 +187,7 @@ def _read_edges(tables, edges, forced):  # type: ignore[no-untyped-def]
             token, state = _certain(tables, np.int64(0), forced)
         while token >= 0:
             if size == len(tokens):
-                tokens = np.concatenate((tokens, np.empty_like(tokens)))
+                tokens = grown(tokens, size + 1)
             tokens[size] = token
             size += 1
             token, state = _certain(tables, state, forced)

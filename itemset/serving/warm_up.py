@@ -1,12 +1,22 @@
 """What a request would else wait for: all compiled loops of a front end and an engine, made before one is ready.
 
-`python -m itemset.serving.warm_up` fills Numba's cache, for an image that many servers start from.
+`python -m itemset.serving.warm_up` fills Numba's cache, for an image that many servers start from. Of the processes of
+a machine one compiles, and the others wait and load what it has saved.
 """
 
+import fcntl
+import hashlib
+import logging
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+import numba
 import numpy as np
 
 from itemset.embedded import holes
@@ -16,16 +26,65 @@ from itemset.ranking.importance import Importance
 from itemset.ranking.search import Rounds, Search
 from itemset.select.views import view
 from itemset.serving.catalogue import InlineSet
+from itemset.trie.pointers import SOURCES
 from itemset.trie.rows import Rows
+from itemset.trie.tables import count
 from itemset.trie.validate import check_items
+
+logger = logging.getLogger(__name__)
+
+_beside: list[subprocess.Popen[bytes]] = []
 
 
 @cache
 def compile_all() -> None:
     """Run all loops once on small sets, for both widths of token ids and both kinds of keys; a process does so once.
 
-    Loads them where Numba's cache has them.
+    Loads them where Numba's cache has them. Waits for another process that compiles them now.
     """
+    with _one_compiler():
+        _run_all()
+
+
+@cache
+def compile_beside() -> None:
+    """Let a process of its own fill Numba's cache if it is empty, while an engine loads its weights."""
+    mark = _mark()
+    if mark is not None and not mark.exists():
+        _beside.append(subprocess.Popen([sys.executable, "-m", __name__], stdout=subprocess.DEVNULL))
+
+
+def _mark() -> Path | None:
+    """Return the file that says that Numba's cache has all loops of this version and CPU; None if none can be saved."""
+    if (saved := count.stats.cache_path) is None:
+        return None
+    made = SOURCES, numba.__version__, sys.implementation.cache_tag, count.targetctx.codegen().magic_tuple()
+    return Path(saved, f"all-loops-{hashlib.sha256(repr(made).encode()).hexdigest()[:16]}")
+
+
+@contextmanager
+def _one_compiler() -> Iterator[None]:
+    """Hold the lock of Numba's cache while it lacks loops; who comes later finds them there. A process that is killed
+    holds none. Where files cannot be locked each process compiles for itself."""
+    mark = _mark()
+    with ExitStack() as held:
+        if mark is not None and not mark.exists():
+            with suppress(OSError):
+                mark.parent.mkdir(parents=True, exist_ok=True)
+                lock = held.enter_context(mark.with_name("all-loops.lock").open("w"))
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    logger.warning("Compiling loops for this machine, once: about half a minute")
+                except BlockingIOError:
+                    logger.warning("Another process compiles loops for this machine, once: about half a minute")
+                    fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+        if mark is not None:
+            with suppress(OSError):
+                mark.touch()
+
+
+def _run_all() -> None:
     holes.warm_up()
     for high, numbers in ((1, [0, 1, 2]), (1 << 16, ["0", "1", "2"])):
         _build(high)

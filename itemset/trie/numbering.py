@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from itemset.errors import AGAIN, ItemSetError
-from itemset.trie.pointers import compiled, count_ones, first_edge, label, load32
+from itemset.trie.pointers import compiled, count_ones, element, first_edge, label, load32
 from itemset.trie.rows import Rows, grown
 from itemset.trie.tables import Tables, Trie
 from itemset.trie.targets import is_leaf, nodes_before
@@ -20,7 +20,7 @@ def numbers_of(tables: Tables, whole: Tables, terminal_rank: NDArray[np.uint32],
     tables: of the set or the view. whole, terminal_rank: of the whole set, which the numbers are of.
     """
     out = np.empty(len(rows), np.int64)
-    _numbers_of(tables.pointers, whole.pointers, terminal_rank, rows.tokens, rows.offsets, out)
+    _numbers_of(tables.pointers, whole.pointers, terminal_rank, *rows.cells[:2], rows.offsets, out)
     return out
 
 
@@ -29,13 +29,13 @@ def items_at(tables: Tables, terminal_rank: NDArray[np.uint32], numbers: NDArray
 
     Raises ItemSetError if one has more than `longest` tokens, which only a damaged index does.
     """
-    tokens, offsets = _items_at(tables.pointers, terminal_rank, numbers, longest, np.zeros(0, tables.labels.dtype))
+    tokens, offsets = _items_at(tables.pointers, terminal_rank, numbers, longest)
     lengths = np.diff(offsets)
     if lengths.max(initial=0) > longest:
         raise ItemSetError(
             f"the index is corrupted, item {int(numbers[lengths.argmax()])} has more than {longest:,} tokens: {AGAIN}"
         )
-    return Rows(tokens, offsets)
+    return Rows(tokens.astype(tables.labels.dtype), offsets)
 
 
 def rank_terminals(terminal: NDArray[np.uint32]) -> NDArray[np.uint32]:
@@ -67,12 +67,12 @@ def terminals_before(tables, terminal_rank, node):  # type: ignore[no-untyped-de
 
 
 @compiled
-def _numbers_of(tables, whole, terminal_rank, tokens, offsets, out):  # type: ignore[no-untyped-def]
+def _numbers_of(tables, whole, terminal_rank, tokens, size, offsets, out):  # type: ignore[no-untyped-def]
     leaves = tables.edges - (tables.nodes - 1)
     for i in range(len(offsets) - 1):
         state, edge = np.int64(0), np.int64(-1)
         for k in range(offsets[i], offsets[i + 1]):
-            token = np.int64(tokens[k])
+            token = element(tokens, size, k)
             if state >= TAIL:
                 state = advance(tables, state, token)
                 continue
@@ -133,7 +133,13 @@ def last_edge(tables, terminal_rank, number):  # type: ignore[no-untyped-def]
     if number < leaves:
         return nth_edge(tables, number, 1)
     nth = number - leaves
-    word = np.int64(np.searchsorted(terminal_rank[:-1], np.uint32(nth), side="right")) - 1
+    word, high = np.int64(0), np.int64(len(terminal_rank) - 1)
+    while high - word > 1:  # the last word with at most `nth` before it
+        middle = (word + high) >> 1
+        if np.int64(terminal_rank[middle]) <= nth:
+            word = middle
+        else:
+            high = middle
     left, node = nth - np.int64(terminal_rank[word]), word * 32
     while node < word * 32 + 31 and not (left == 0 and is_terminal(tables, node)):
         left -= 1 if is_terminal(tables, node) else 0
@@ -142,13 +148,10 @@ def last_edge(tables, terminal_rank, number):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _items_at(tables, terminal_rank, numbers, longest, none):  # type: ignore[no-untyped-def]
-    """Return the tokens and offsets of the items; of one that is too long, the last `longest` + 1 tokens.
-
-    none: no tokens, of their type.
-    """
-    tokens, offsets = np.empty(8 * len(numbers), none.dtype), np.zeros(len(numbers) + 1, np.int64)
-    above = np.empty(longest + 1, none.dtype)  # the labels of an item's edges, the last one first
+def _items_at(tables, terminal_rank, numbers, longest):  # type: ignore[no-untyped-def]
+    """Return the tokens and offsets of the items; of one that is too long, the last `longest` + 1 tokens."""
+    tokens, offsets = np.empty(8 * len(numbers), np.uint32), np.zeros(len(numbers) + 1, np.int64)
+    above = np.empty(longest + 1, np.uint32)  # the labels of an item's edges, the last one first
     for i in range(len(numbers)):
         edge, edges, to = last_edge(tables, terminal_rank, numbers[i]), 0, offsets[i]
         state = follow(tables, edge) if edge >= 0 else np.int64(END)

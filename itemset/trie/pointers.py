@@ -18,7 +18,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 _SOURCES = [path.stat() for path in Path(__file__).parents[1].rglob("*.py")]
-_STAMP = max(source.st_mtime_ns for source in _SOURCES), sum(source.st_size for source in _SOURCES)
+SOURCES = max(source.st_mtime_ns for source in _SOURCES), sum(source.st_size for source in _SOURCES)
 
 
 def compiled(function: Callable[..., Any] | None = None, *, fastmath: Collection[str] = ()) -> Any:
@@ -32,7 +32,7 @@ def compiled(function: Callable[..., Any] | None = None, *, fastmath: Collection
     dispatcher = numba.njit(cache=True, nogil=True, fastmath=set(fastmath))(function)
     cache_file = getattr(dispatcher._cache, "_cache_file", None)
     if cache_file is not None:  # there is none if no folder for it can be written
-        cache_file._source_stamp = _STAMP
+        cache_file._source_stamp = SOURCES
     return dispatcher
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from itemset.errors import ItemSetError
-from itemset.trie.pointers import compiled
+from itemset.trie.pointers import compiled, element, put_element
 
 MAX_ITEMS = 2**31 - 1
 MAX_ITEM_TOKENS = 65_535  # a prefix length fits in 16 bits
@@ -40,6 +40,12 @@ class Rows:
         return np.arange(len(self) + 1, dtype=np.int64) * width if width else offsets
 
     @property
+    def cells(self) -> tuple[int, int, NDArray[np.int64], int]:
+        """Return the tokens, which live as long as this does, for compiled loops: their address, the bytes of each, and
+        `layout`. So a loop is compiled once, not for each width."""
+        return self.tokens.ctypes.data, self.tokens.itemsize, *self.layout
+
+    @property
     def shortest(self) -> int:
         return self.layout[1] or int(np.diff(self.offsets).min())
 
@@ -55,7 +61,7 @@ class Rows:
         taken = np.zeros(len(order) + 1, np.int64)
         np.cumsum(np.diff(offsets)[order], out=taken[1:])
         tokens = np.empty(int(taken[-1]), self.tokens.dtype)
-        _gather(self.tokens, offsets, order, taken, tokens)
+        _gather(*self.cells[:3], np.asarray(order, np.int64), taken, tokens.ctypes.data)
         return Rows(tokens, taken)
 
 
@@ -162,7 +168,7 @@ class Distinct(NamedTuple):
 def sort_unique(rows: Rows) -> Distinct:
     """Sort the rows by their tokens, and fold equal ones."""
     lcp = np.empty(len(rows) + 1, np.uint16)
-    verdict = common_prefixes(rows.tokens, *rows.layout, lcp)
+    verdict = common_prefixes(*rows.cells, lcp)
     if verdict == _ASCENDING:
         return Distinct(rows, None, None, lcp)
     if verdict == _REPEATS:
@@ -170,7 +176,7 @@ def sort_unique(rows: Rows) -> Distinct:
     else:
         order = sort_order(rows)
         rows = rows.take(order)
-        verdict = common_prefixes(rows.tokens, *rows.layout, lcp)
+        verdict = common_prefixes(*rows.cells, lcp)
     if verdict == _ASCENDING:
         return Distinct(rows, order, None, lcp)
     lengths = rows.layout[1] or np.diff(rows.offsets)[1:]  # a row that begins the one before equals it
@@ -192,7 +198,7 @@ def sort_order(rows: Rows) -> NDArray[np.uint32]:
         """Return the order of `members` by their tokens from `depth` on, their keys in it, and the tokens in a key."""
         index_bits = max(1, (len(members) - 1).bit_length())
         width = min((64 - index_bits) // bits, max(1, longest - depth))
-        keys = pack_keys(rows.tokens, *rows.layout, members, depth, width, bits, index_bits)
+        keys = pack_keys(*rows.cells, members, depth, width, bits, index_bits)
         keys.sort()
         by_key = (keys & np.uint64((1 << index_bits) - 1)).astype(np.uint32)
         keys >>= np.uint64(index_bits)
@@ -242,12 +248,13 @@ def grown(array, size):  # type: ignore[no-untyped-def]
     if size <= len(array):
         return array
     larger = np.zeros(2 * size, array.dtype)
-    larger[: len(array)] = array
+    for i in range(len(array)):
+        larger[i] = array[i]
     return larger
 
 
 @compiled
-def common_prefixes(tokens, offsets, width, lcp):  # type: ignore[no-untyped-def]
+def common_prefixes(tokens, size, offsets, width, lcp):  # type: ignore[no-untyped-def]
     """Fill lcp up to the first row that is out of order; return whether the rows ascend, repeat, or are unsorted."""
     rows = len(lcp) - 1
     verdict = 0
@@ -258,19 +265,19 @@ def common_prefixes(tokens, offsets, width, lcp):  # type: ignore[no-untyped-def
         _, end = bounds(offsets, width, i)
         shared = min(b - a, end - b)
         k = 0
-        while k < shared and tokens[a + k] == tokens[b + k]:
+        while k < shared and element(tokens, size, a + k) == element(tokens, size, b + k):
             k += 1
         lcp[i] = k
         if k == b - a:  # the earlier row is a prefix of this one, or the same
             if k == end - b:
                 verdict = 1
-        elif k == end - b or tokens[b + k] < tokens[a + k]:
+        elif k == end - b or element(tokens, size, b + k) < element(tokens, size, a + k):
             return 2
     return verdict
 
 
 @compiled
-def pack_keys(tokens, offsets, width, members, depth, count, bits, index_bits):  # type: ignore[no-untyped-def]
+def pack_keys(tokens, size, offsets, width, members, depth, count, bits, index_bits):  # type: ignore[no-untyped-def]
     """Return a sort key for each member: [members] uint64.
 
     It holds tokens depth .. depth + count, the first one highest, 0 after the item's end, and the member's own
@@ -284,7 +291,7 @@ def pack_keys(tokens, offsets, width, members, depth, count, bits, index_bits): 
         for k in range(count):
             key <<= np.uint64(bits)
             if start + k < end:
-                key |= np.uint64(tokens[start + k]) + np.uint64(1)
+                key |= np.uint64(element(tokens, size, start + k) + 1)
         keys[i] = (key << np.uint64(index_bits)) | (np.uint64(i) & index_mask)
     return keys
 
@@ -304,8 +311,8 @@ def _stable_by_group(order, group):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _gather(tokens, offsets, order, out_offsets, out):  # type: ignore[no-untyped-def]
+def _gather(tokens, size, offsets, order, out_offsets, out):  # type: ignore[no-untyped-def]
     for i in range(len(order)):
-        start, size, to = offsets[order[i]], out_offsets[i + 1] - out_offsets[i], out_offsets[i]
-        for k in range(size):
-            out[to + k] = tokens[start + k]
+        start, to = offsets[order[i]], out_offsets[i]
+        for k in range(out_offsets[i + 1] - to):
+            put_element(out, size, to + k, element(tokens, size, start + k))

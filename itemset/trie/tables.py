@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from itemset.errors import ItemSetError
 from itemset.trie import targets
-from itemset.trie.pointers import Pointers, compiled, or32, put_element, set_bit, store32
+from itemset.trie.pointers import Pointers, compiled, element, or32, put_element, set_bit, store32
 from itemset.trie.rows import Rows, bounds
 from itemset.trie.targets import BLOCK, MAX_TAIL_TOKENS, NO_BLOCK, put_leaf, set_bases
 
@@ -135,7 +135,7 @@ def build_trie(rows: Rows, lcp: NDArray[np.uint16], room: Room = np.zeros) -> tu
     target_type = targets.type_of_targets(length, levels_of(per_level), longest_tail)
     tables, starts = allocate(per_level, token_bits, rows.tokens.dtype, target_type, length, room)
     members = room(len(rows), np.uint32)
-    fill(rows.tokens, *rows.layout, lcp, starts, tables.pointers, members)
+    fill(*rows.cells, lcp, starts, tables.pointers, members)
     tables = replace(tables, far_block=int(set_bases(tables.pointers)))
     for array in tables.sections.values():
         array.flags.writeable = False
@@ -213,7 +213,7 @@ def count(offsets, row_width, lcp, per_level):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def fill(tokens, offsets, row_width, lcp, cursor, tables, members):  # type: ignore[no-untyped-def]
+def fill(tokens, size, offsets, row_width, lcp, cursor, tables, members):  # type: ignore[no-untyped-def]
     """Fill the tables, zeros before, in one pass over the items, with one write position for each level.
 
     `targets` holds afterwards what `set_bases` takes.
@@ -233,7 +233,7 @@ def fill(tokens, offsets, row_width, lcp, cursor, tables, members):  # type: ign
         for depth in range(left, min(alone, length - 1) + 1):
             edge = cursor[EDGES, depth]
             cursor[EDGES, depth] += 1
-            put_element(tables.labels, tables.label_bytes, edge, np.int64(tokens[item + depth]))
+            put_element(tables.labels, tables.label_bytes, edge, element(tokens, size, item + depth))
         if alone == length:
             node = cursor[NODES, length] - 1
             set_bit(tables.terminal, node)
@@ -248,7 +248,7 @@ def fill(tokens, offsets, row_width, lcp, cursor, tables, members):  # type: ign
         cursor[TAIL_TOKENS, alone] += tail
         at, word = position * width, np.int64(0)  # bits below `at` of its word are 0 in `word`
         for k in range(length - tail, length):
-            entry = np.int64(tokens[item + k]) | (last_bit if k == length - 1 else np.int64(0))
+            entry = element(tokens, size, item + k) | (last_bit if k == length - 1 else np.int64(0))
             word |= entry << (at & 31)
             if (at & 31) + width >= 32:
                 or32(tables.tails, at >> 5, word)

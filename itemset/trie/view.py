@@ -4,13 +4,11 @@ A filter leaves one bit an edge, and one a node: whether an item may end there. 
 short sorted list: for each item the highest edge that leads to no other.
 """
 
-from heapq import heapify, heappop, heappush
-
 import numpy as np
 from numpy.typing import NDArray
 
 from itemset.trie.numbering import last_edge, node_of, nth_edge
-from itemset.trie.pointers import array_at, bit, compiled, first_edge, load32, store32
+from itemset.trie.pointers import bit, compiled, first_edge, load32, store32
 from itemset.trie.tables import TERMINAL, Tables
 from itemset.trie.targets import is_leaf
 from itemset.trie.walk import first_dead, follow, is_alive, is_terminal
@@ -36,8 +34,11 @@ def dead_of(
     tables: of the set or the view; the items are among its own. whole, terminal_rank: of the whole set. With no item
     left, the answer holds all edges of the root. It takes a time in proportion to the numbers.
     """
-    found = np.array(_climb(tables.pointers, whole.pointers, terminal_rank, numbers), np.int64)
-    return np.union1d(tables.dead, found.astype(np.uint32))
+    ends = np.empty(len(numbers), np.int64)
+    _place_ends(tables.pointers, whole.pointers, terminal_rank, numbers, ends)
+    ends.sort()
+    found = np.empty(len(ends), np.uint32)
+    return np.union1d(tables.dead, found[: _climb(tables.pointers, ends[::-1].copy(), found)])
 
 
 @compiled
@@ -73,36 +74,48 @@ def _mark(tables, lives, alive, terminal, node_lives):  # type: ignore[no-untype
 
 
 @compiled
-def _climb(tables, whole, terminal_rank, numbers):  # type: ignore[no-untyped-def]
-    """Return, ascending, the highest entries of `dead` that leave out these items."""
+def _place_ends(tables, whole, terminal_rank, numbers, ends):  # type: ignore[no-untyped-def]
+    """Put down, for each item, node << 32 | entry: the node in whose row it ends, and its entry of `dead` there."""
     leaves = tables.edges - (tables.nodes - 1)
-    # -(node << 32 | entry in its row): nodes come after those that lead to them. Tuples would take twice the time.
-    waiting = [np.int64(0)]
-    waiting.clear()
-    for number in numbers:
-        end = last_edge(whole, terminal_rank, number)
-        if number < leaves:
-            waiting.append(-(node_of(tables, end) << 32 | end))
+    for i in range(len(numbers)):
+        edge = last_edge(whole, terminal_rank, numbers[i])
+        if numbers[i] < leaves:
+            ends[i] = node_of(tables, edge) << 32 | edge
         else:
-            node = follow(tables, end)
-            waiting.append(-(node << 32 | (np.int64(TERMINAL) + node)))
-    heapify(waiting)
-    found = [np.int64(0)]
-    found.clear()
-    while len(waiting):
-        node = -waiting[0] >> 32
-        row = [np.int64(0)]
-        row.clear()
-        while len(waiting) and -waiting[0] >> 32 == node:
-            row.append(-heappop(waiting) & 0xFFFFFFFF)
-        if node == 0 or _has_more(tables, node, len(row)):
-            for entry in row:
-                found.append(entry)  # `extend` would copy all of it each time
-        else:
-            edge = nth_edge(tables, node - 1, 0)
-            heappush(waiting, -(node_of(tables, edge) << 32 | edge))
-    found.sort()
-    return found
+            node = follow(tables, edge)
+            ends[i] = node << 32 | (np.int64(TERMINAL) + node)
+
+
+@compiled
+def _climb(tables, ends, found):  # type: ignore[no-untyped-def]
+    """Put down the highest entries of `dead` that leave out these items; return how many there are.
+
+    ends: of `_place_ends`, descending. A node comes after the one that leads to it, and those that lead to nodes are in
+    the order of these: what waits above is a queue, and descends as well.
+    """
+    room, at, count = len(ends), 0, 0
+    above, first, waiting = np.empty(room, np.int64), 0, 0
+    while at < room or waiting:
+        begin, node = count, ends[at] >> 32 if at < room else np.int64(-1)
+        if waiting:
+            node = max(node, above[first] >> 32)
+        while True:
+            if at < room and ends[at] >> 32 == node:
+                entry, at = ends[at], at + 1
+            elif waiting and above[first] >> 32 == node:
+                entry, first, waiting = above[first], (first + 1) % room, waiting - 1
+            else:
+                break
+            found[count] = entry & 0xFFFFFFFF
+            count += 1
+        if node <= 0 or _has_more(tables, node, count - begin):
+            continue
+        edge = nth_edge(tables, node - 1, 0)
+        parent = node_of(tables, edge)
+        if parent < node:  # but in a damaged file
+            above[(first + waiting) % room] = parent << 32 | edge
+            waiting, count = waiting + 1, begin
+    return count
 
 
 @compiled
@@ -127,7 +140,7 @@ def leave_out(tables, path, depth):  # type: ignore[no-untyped-def]
         node, entry = path[level, 0], path[level, 1]
         if _has_more(tables, node, 1):
             break
-    at, listed = first_dead(tables, entry), array_at(tables.dead, tables.dead_count, np.uint32)
-    dead = np.empty(len(listed) + 1, np.uint32)
-    dead[:at], dead[at], dead[at + 1 :] = listed[:at], entry, listed[at:]
+    at, dead = first_dead(tables, entry), np.empty(tables.dead_count + 1, np.uint32)
+    for i in range(len(dead)):  # slices take seconds to compile: Numba has a message for other lengths
+        dead[i] = entry if i == at else load32(tables.dead, i - (i > at))
     return dead

@@ -9,7 +9,7 @@ from itemset.serving.catalogue import Catalogue, InlineSet, Opened, RefusedError
 from itemset.serving.config import ModelLimits, StaticConfig, Words
 from itemset.serving.front.inline import Chosen, InlineTexts
 from itemset.serving.front.request import ItemRequest
-from itemset.serving.warm_up import compile_all
+from itemset.serving.warm_up import compile_beside
 from itemset.serving.wire import INLINE, name_of
 from itemset.text import fingerprint
 
@@ -28,7 +28,7 @@ class Checks:
         Raises ItemSetError: a file that is missing or damaged, a set made with another tokenizer, outside the
         vocabulary, or with items longer than the context. A set of `item_set_dir` is then not served.
         """
-        compile_all()
+        compile_beside()
         self._config, self.words, self._limits, self._added_tokens = config, words, limits, added_tokens
         self.catalogue = Catalogue(config)
         self._tokenizer = tokenizer

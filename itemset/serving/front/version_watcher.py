@@ -24,6 +24,7 @@ from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import StaticConfig
 from itemset.serving.front.admission import Checks
 from itemset.serving.private_copies import delete_unused
+from itemset.serving.warm_up import compile_all
 from itemset.serving.wire import Answer, Drop, Message, Prepare, Stage
 
 AGAIN = 0.01  # seconds between two messages to engines that are not ready
@@ -73,13 +74,14 @@ class Follower:
         return msgspec.convert(self._send(msgspec.to_builtins(message)), list[Answer])
 
     def start(self) -> None:
-        """Look every `item_set_refresh_seconds` from now on. Does nothing if no set is followed."""
-        if self.follows and not self._started.is_set():
+        """Look every `item_set_refresh_seconds` from now on, if a set is followed."""
+        if not self._started.is_set():
             self._started.set()
             threading.Thread(target=self._run, name="item-set-follower", daemon=True).start()
 
     def _run(self) -> None:
-        while True:  # the first look at once: it says which sets of the folder the start has left out
+        compile_all()  # the engine has; no request should wait until they are loaded
+        while self.follows:  # the first look at once: it says which sets of the folder the start has left out
             try:
                 self.look()
             except Exception:  # the engine may be ending; a follower that ends would be noticed by nobody

@@ -220,6 +220,8 @@ def identify(tokenizer: Any) -> TokenizerId:
 
 def _token_ids(texts: list[str], tokenizer: Any) -> list[list[int]]:
     """Return the canonical encodings, whatever the tokenizer was set to do before."""
+    if (compiled := _compiled(tokenizer)) is not None:
+        return [one.ids for one in compiled.encode_batch_fast(texts, add_special_tokens=False)]
     if not _has_all_options(tokenizer):
         return [list(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
     off = ("add_special_tokens", "padding", "truncation", "return_attention_mask", "return_token_type_ids", "verbose")
@@ -227,11 +229,37 @@ def _token_ids(texts: list[str], tokenizer: Any) -> list[list[int]]:
     return ids
 
 
+_WRAPPERS = ("TokenizersBackend", "PreTrainedTokenizerFast")
+_WRAPPED = ("__call__", "_encode_plus", "_batch_encode_plus", "decode", "_decode")
+
+
+def _compiled(tokenizer: Any) -> Any:
+    """Return the compiled tokenizer around which a Hugging Face one does nothing of its own; None if it does.
+
+    Calls through the wrapper take nearly twice as long.
+    """
+    kind = type(tokenizer)
+    base = next((one for one in kind.__mro__[::-1] if one.__name__ in _WRAPPERS), None)
+    if base is None or any(getattr(kind, name, None) is not getattr(base, name, None) for name in _WRAPPED):
+        return None
+    compiled = tokenizer.backend_tokenizer
+    set_otherwise = compiled.padding or compiled.truncation or compiled.encode_special_tokens
+    return None if set_otherwise or tokenizer.split_special_tokens else compiled
+
+
 def _has_all_options(tokenizer: Any) -> bool:
     """Return whether it takes Hugging Face's options, else those of the engines' protocols alone, as Mistral's own."""
     classes = {one.__name__ for one in type(tokenizer).__mro__}
     protocol = hasattr(type(tokenizer), "encode") and "PreTrainedTokenizerBase" not in classes
     return not protocol and "MistralCommonBackend" not in classes
+
+
+def _decoded(rows: list[list[int]], tokenizer: Any) -> list[str]:
+    """Return the text of each row of tokens, as `decode` does."""
+    if (compiled := _compiled(tokenizer)) is not None:
+        texts: list[str] = compiled.decode_batch(rows, skip_special_tokens=False)
+        return texts
+    return [decode(tokens, tokenizer) for tokens in rows]
 
 
 def decode(tokens: list[int], tokenizer: Any) -> str:
@@ -268,8 +296,8 @@ def _encode_batch(
             return []
         raise _failed(tokenizer, error) from error  # no single text is to blame
     if lossy is not None:
-        for text, tokens in zip(whole, ids, strict=True):
-            lossy.add(text, decode(tokens, tokenizer))
+        for text, decoded in zip(whole, _decoded(ids, tokenizer), strict=True):
+            lossy.add(text, decoded)
     (cut,) = _token_ids([carrier], tokenizer) if carrier else ([],)
     forbidden = _forbidden_tokens(tokenizer)
     for i, tokens in enumerate(ids):

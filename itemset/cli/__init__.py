@@ -17,7 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     args, more = parser.parse_known_args(argv)
     writes = args.run in (build.build, build.update)
-    args.more = more
+    args.more, args.alone = more, argv is None  # alone: nobody else uses this process
     if more and args.run is not serve.serve:
         parts = writes and not any(word.startswith("-") for word in more)
         advice = "; for all files of a pattern put it in quotes, as in 'parts/*.parquet'" if parts else ""

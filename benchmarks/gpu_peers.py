@@ -229,12 +229,19 @@ class Static:
         logits.masked_fill_(self.forbidden[level][path[:-1]], -torch.inf)
         return self.dense[level][path]
 
-    def sparse_step(self, level: int, states: Tensor, chosen: Tensor, logits: Tensor) -> Tensor:
+    def children(self, level: int, states: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """As the authors' kernel: the logits of each row's children, their tokens and next states, -inf and the
+        vocabulary's size where a row has fewer."""
         first, end = self.starts[states, None], self.starts[states + 1, None]
         edges = first + self.lanes[: self.branching[level]]
-        pairs = self.pairs[edges]
-        tokens = torch.where(edges < end, pairs[..., 0], self.vocabulary).long()
-        forbidden = torch.ones(len(logits), self.vocabulary + 1, dtype=torch.bool, device=logits.device)
-        forbidden.scatter_(1, tokens, False)
-        logits.masked_fill_(forbidden[:, : self.vocabulary], -torch.inf)
-        return pairs[..., 1].gather(1, chosen)
+        pairs, valid = self.pairs[edges], edges < end
+        tokens = torch.where(valid, pairs[..., 0], self.vocabulary).long()
+        found = logits.gather(1, tokens.clamp(max=self.vocabulary - 1))
+        return found.masked_fill_(~valid, -torch.inf), tokens, pairs[..., 1]
+
+    def sparse_step(self, level: int, states: Tensor, chosen: Tensor, logits: Tensor) -> Tensor:
+        """Scatter the children back, into rows of -inf, with a place more for what there is too much."""
+        found, tokens, following = self.children(level, states, logits)
+        masked = logits.new_full((len(logits), self.vocabulary + 1), -torch.inf).scatter_(1, tokens, found)
+        logits.copy_(masked[:, : self.vocabulary])
+        return following.gather(1, chosen)

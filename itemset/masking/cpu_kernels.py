@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from itemset.masking import batch as form
 from itemset.masking.batch import ANY_CONSUMED, CONSUMED_MASK, COUNT_MASK, LOCAL, STATE, Batch, refuse_strides
 from itemset.masking.bitmask import fill_bitmask_of
+from itemset.masking.cpu_logits import forbid, logit, put_logit
 from itemset.trie import walk as trie_walk
 from itemset.trie.pointers import array_at, compiled, first_edge, label, load32, load64, pointers_at, store32, store64
 from itemset.trie.walk import DEAD, END, FREE, NO_TOKEN, STATE_BITS, TAIL, WAITING, is_alive, is_terminal
@@ -30,8 +31,8 @@ def advance(arena: Arena, states: Tensor, tokens: Tensor, marks: Tensor | None, 
     states, out: [n] int64, may be the same. tokens: [n] integers. marks: [n, 1 + any] integers or None: the token
     after which a WAITING row's constraint begins, then the stop tokens; -1 for none.
     """
-    table = np.full((len(states), 1), NO_TOKEN, np.int32) if marks is None else _marks(marks)
-    _advance(arena.rows_at, states.numpy(), table, _integers(tokens), out.numpy())
+    table = np.full((len(states), 1), NO_TOKEN, np.int32) if marks is None else _table(marks).numpy()
+    _advance(arena.rows_at, states.numpy(), table, _integers((), tokens), out.numpy())
     return out
 
 
@@ -45,9 +46,8 @@ def walk(arena: Arena, cells: Tensor, marks: Tensor, batch: Batch, out: Tensor) 
     cells: [slots + 1] int64 as `slots.Slots` keeps them; written. marks: [slots + 1, 1 + any] as for `advance`.
     out: [rows] int64.
     """
-    given = _integers(batch.slots, batch.history, batch.begin, batch.end, batch.above, batch.tokens, batch.positions)
-    kind = batch.by_slot, batch.layout, batch.rows_each or 1
-    _walk(arena.rows_at, cells.numpy(), _marks(marks), given, kind, out.numpy())
+    marks = _table(marks)  # a name: what compiled code reads must not be freed before
+    _walk(_walk_of(arena, cells, marks, batch, out))
     return out
 
 
@@ -65,17 +65,19 @@ def mask(
     is allowed. Raises ValueError for logits with another stride than 1 in a row.
     """
     refuse_strides(logits=logits)
-    forbidden = _MINUS_INFINITY[str(logits.dtype)]
-    given = _integers(slots, logits)
-    _mask(arena.rows_at, states.numpy(), _marks(marks), given, rows_each or 1, logits.shape[1], forbidden)
+    marks, states = _table(marks), states.contiguous()
+    _mask(_mask_of(arena, logits, states, marks, slots, rows_each))
     return logits
 
 
 def step(arena: Arena, cells: Tensor, marks: Tensor, batch: Batch, out: Tensor, logits: Tensor) -> Tensor:
     """Do `walk`, then `mask`."""
     refuse_strides(logits=logits)  # before anything is written
-    walk(arena, cells, marks, batch, out)
-    return mask(arena, logits, out, marks, batch.slots, batch.rows_each)
+    marks = _table(marks)
+    masked = _mask_of(arena, logits, out, marks, batch.slots, batch.rows_each)
+    _walk(_walk_of(arena, cells, marks, batch, out))
+    _mask(masked)
+    return logits
 
 
 def forced(arena: Arena, states: Tensor, marks: Tensor, slots: Tensor, out: Tensor, guess: bool = False) -> Tensor:
@@ -88,7 +90,8 @@ def forced(arena: Arena, states: Tensor, marks: Tensor, slots: Tensor, out: Tens
     guess: if no token is forced, go on with a node's first child, and after the stop token with the same one again, so
         that every token is a legal one.
     """
-    _forced(arena.rows_at, states.numpy(), _marks(marks), _integers(slots, out), out.shape[1], guess)
+    given = _integers((), slots, out)
+    _forced(arena.rows_at, states.numpy(), _table(marks).numpy(), given, out.shape[1], guess)
     return out
 
 
@@ -97,16 +100,45 @@ _MINUS_INFINITY = {
 }  # fmt: skip
 
 
-def _marks(marks: Tensor) -> Any:
-    return marks.int().contiguous().numpy()
+def _table(marks: Tensor) -> Tensor:
+    return marks if str(marks.dtype) == "torch.int32" and marks.is_contiguous() else marks.int().contiguous()
 
 
-def _integers(*tensors: Tensor | None) -> NDArray[np.int64]:
-    """Return for each tensor its address, 0 for none, the bytes of an element, and the strides of rows and columns."""
-    given: list[int] = []
+def _integers(first: tuple[int, ...], *tensors: Tensor | None) -> NDArray[np.int64]:
+    """Return some integers, then for each tensor its address, 0 for none, the bytes of an element, and the strides of
+    rows and columns. Each call of torch counts here: a step of a few rows is little else."""
+    given = [*first]
     for one in tensors:
-        given += (0, 8, 0, 0) if one is None else (one.data_ptr(), one.element_size(), one.stride(0), one.stride(-1))
+        if one is None:
+            given += (0, 8, 0, 0)
+        else:
+            strides = one.stride()
+            given += (one.data_ptr(), one.element_size(), strides[0], strides[-1])
     return np.array(given, np.int64)
+
+
+_SETS, _STATES, _ROWS, _ROWS_EACH, _MARKS, _COLUMNS, _CELLS, _BY_SLOT, _LAYOUT = range(9)  # of `walk`
+_VOCABULARY, _MINUS = 6, 7  # of `mask`; the first six are the same
+_WALK_HEAD, _MASK_HEAD = 9, 8  # what comes before the tensors
+
+
+def _walk_of(arena: Arena, cells: Tensor, marks: Tensor, batch: Batch, out: Tensor) -> NDArray[np.int64]:
+    slots, history, begin, end, by_slot, above, tokens, layout, rows_each, positions = batch
+    first = (
+        arena.rows_at, out.data_ptr(), out.shape[0], rows_each or 1, marks.data_ptr(), marks.shape[1], cells.data_ptr(),
+        by_slot, layout,
+    )  # fmt: skip
+    return _integers(first, slots, history, begin, end, above, tokens, positions)
+
+
+def _mask_of(
+    arena: Arena, logits: Tensor, states: Tensor, marks: Tensor, slots: Tensor, rows_each: int | None
+) -> NDArray[np.int64]:
+    first = (
+        arena.rows_at, states.data_ptr(), states.shape[0], rows_each or 1, marks.data_ptr(), marks.shape[1],
+        logits.shape[1], _MINUS_INFINITY[str(logits.dtype)],
+    )  # fmt: skip
+    return _integers(first, slots, logits)
 
 
 _SLOTS, _HISTORY, _BEGIN, _END, _ABOVE, _TOKENS, _POSITIONS = range(7)  # of what `walk` gives
@@ -163,18 +195,29 @@ def _advance(sets: int, states: Any, marks: Any, given: Any, out: Any) -> None:
 
 
 @compiled
-def _walk(sets: int, cells: Any, marks: Any, given: Any, kind: tuple[bool, int, int], out: Any) -> None:
-    by_slot, layout, rows_each = kind
-    batch = given.ctypes.data
-    for row in range(len(out)):
+def _stops(marks: int, columns: int, slot: int) -> Any:
+    """Return a slot's stop tokens; none of no slot."""
+    return array_at(marks + (slot * columns + 1) * 4, columns - 1 if slot >= 0 else 0, np.int32)
+
+
+@compiled
+def _walk(given: Any) -> None:
+    head = given.ctypes.data
+    sets, out, marks, cells = load64(head, _SETS), load64(head, _STATES), load64(head, _MARKS), load64(head, _CELLS)
+    rows_each, columns, layout = load64(head, _ROWS_EACH), load64(head, _COLUMNS), load64(head, _LAYOUT)
+    batch = head + 8 * _WALK_HEAD
+    for row in range(load64(head, _ROWS)):
         request = row // rows_each
         slot = _integer(batch, _SLOTS, request, 0)
-        out[row] = FREE
-        if slot < 0 or cells[slot] & LOCAL == FREE:
+        if slot < 0 or load64(cells, slot) & LOCAL == FREE:
+            store64(out, row, FREE)
             continue
         drafts = _drafts(batch, layout, row, row - request * rows_each)
-        place = slot if by_slot else request
-        state = _committed(sets, cells, marks[slot], batch, slot, place, row - drafts)
+        place = slot if load64(head, _BY_SLOT) else request
+        begins_after = np.int64(np.int32(load32(marks, slot * columns)))
+        stops = _stops(marks, columns, slot)
+        state = _committed(sets, cells, begins_after, stops, batch, slot, place, row - drafts)
+        cell = load64(cells, slot)
         for i in range(drafts if load64(batch, 4 * _TOKENS) else 0):
             at, column = row - drafts + 1 + i, 0
             if layout == form.TREE:
@@ -184,8 +227,8 @@ def _walk(sets: int, cells: Any, marks: Any, given: Any, kind: tuple[bool, int, 
             elif layout == form.COLUMNS:
                 at, column = row, i
             token = _integer(batch, _TOKENS, at, column)
-            state = next_state(row_at(sets, cells[slot] & STATE), state, token, marks[slot, 0], marks[slot, 1:])
-        out[row] = cells[slot] & STATE & ~LOCAL | state
+            state = next_state(row_at(sets, cell & STATE), state, token, begins_after, stops)
+        store64(out, row, cell & STATE & ~LOCAL | state)
 
 
 @compiled
@@ -203,10 +246,12 @@ def _drafts(batch: int, layout: int, row: int, drafts: int) -> Any:
 
 
 @compiled
-def _committed(sets: int, cells: Any, marks: Any, batch: int, slot: int, place: int, first_row: int) -> Any:
+def _committed(
+    sets: int, cells: int, begins_after: int, stops: Any, batch: int, slot: int, place: int, first_row: int
+) -> Any:
     """Take the committed tokens that a request's cell has not seen. Return the state after them, DEAD as END."""
     begin, end = _integer(batch, _BEGIN, place, 0), _integer(batch, _END, place, 0)
-    cell, total = cells[slot], end - begin
+    cell, total = load64(cells, slot), end - begin
     state, consumed = cell & LOCAL, (cell >> form.CONSUMED) & CONSUMED_MASK
     new = total if consumed == 0 else (total - consumed) & COUNT_MASK
     row = row_at(sets, cell & STATE)
@@ -217,9 +262,9 @@ def _committed(sets: int, cells: Any, marks: Any, batch: int, slot: int, place: 
         state, new = np.int64(DEAD), np.int64(0)
     for column in range(end - new, end):
         token = newest if column == known else _integer(batch, _HISTORY, place, column)
-        state = next_state(row, state, token, marks[0], marks[1:])
+        state = next_state(row, state, token, begins_after, stops)
     count = total & COUNT_MASK | (ANY_CONSUMED if total else 0)
-    cells[slot] = cell & STATE & ~LOCAL | state | count << form.CONSUMED
+    store64(cells, slot, cell & STATE & ~LOCAL | state | count << form.CONSUMED)
     return np.int64(END) if state == DEAD else state
 
 
@@ -255,39 +300,26 @@ def _forced(sets: int, states: Any, marks: Any, given: Any, columns: int, guess:
 
 
 @compiled
-def _mask(sets: int, states: Any, marks: Any, given: Any, rows_each: int, vocabulary: int, forbidden: int) -> None:
+def _mask(given: Any) -> None:
+    head = given.ctypes.data
+    sets, states, marks, vocabulary = (
+        load64(head, _SETS), load64(head, _STATES), load64(head, _MARKS), load64(head, _VOCABULARY),
+    )  # fmt: skip
+    logits = head + 8 * (_MASK_HEAD + 4 * _LOGITS)
+    address, size, stride = load64(logits, 0), load64(logits, 1), load64(logits, 2)
+    forbidden = load64(head, _MINUS)
     words = np.empty((vocabulary + 31) >> 5, np.uint32)
-    address, size, stride = given[4 * _LOGITS], given[4 * _LOGITS + 1], given[4 * _LOGITS + 2]
-    for i in range(len(states)):
-        row, state = row_at(sets, states[i]), states[i] & LOCAL
+    for i in range(load64(head, _ROWS)):
+        row, state = row_at(sets, load64(states, i)), load64(states, i) & LOCAL
         tables = pointers_at(row)
         if (WAITING <= state < END) or (tables.nodes <= state < WAITING):
             continue
-        slot = _integer(given.ctypes.data, _SLOTS, i // rows_each, 0)
-        stops = marks[max(slot, 0), 1:]
-        if slot < 0:
-            stops = stops[:0]
+        slot = _integer(head + 8 * _MASK_HEAD, _SLOTS, i // load64(head, _ROWS_EACH), 0)
+        stops = _stops(marks, load64(head, _COLUMNS), slot)
         fill_bitmask_of(tables, state, stops, load64(row, form.READY), words)
         at = address + i * stride * size
-        if size == 2:
-            _forbid(array_at(at, vocabulary, np.uint16), words, np.uint16(forbidden), state == END)
-        elif size == 4:
-            _forbid(array_at(at, vocabulary, np.uint32), words, np.uint32(forbidden), state == END)
-        else:
-            _forbid(array_at(at, vocabulary, np.uint64), words, np.uint64(forbidden), state == END)
-
-
-@compiled
-def _forbid(logits: Any, words: Any, forbidden: Any, ended: bool) -> None:
-    """Set to -inf, `forbidden`, all logits whose bit is clear; if `ended`, those with a bit that are -inf to 0."""
-    begin = 0
-    for word in range(len(words)):
-        if words[word]:
-            logits[begin : word * 32] = forbidden
-            begin = min(word * 32 + 32, len(logits))
-            for token in range(word * 32, begin):
-                if words[word] >> np.uint32(token & 31) & np.uint32(1) == 0:
-                    logits[token] = forbidden
-                elif ended and logits[token] == forbidden:
-                    logits[token] = 0
-    logits[begin:] = forbidden
+        forbid(at, size, vocabulary, words.ctypes.data, forbidden)
+        if state == END:
+            for token in stops:
+                if 0 <= token < vocabulary and logit(at, size, token) == forbidden:
+                    put_logit(at, size, token, 0)

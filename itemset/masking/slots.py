@@ -105,9 +105,10 @@ class Slots:
         self.arena.kernels.step(self.arena, self.cells, self.marks, batch, self._out(batch), logits)
 
     def _out(self, batch: Batch) -> Tensor:
-        if batch.rows > len(self.row_states):
-            raise ValueError(f"a step of {batch.rows} rows, but max_rows is {len(self.row_states)}")
-        return self.row_states[: batch.rows]
+        rows, most = batch.rows, self.row_states.shape[0]
+        if rows > most:
+            raise ValueError(f"a step of {rows} rows, but max_rows is {most}")
+        return self.row_states if rows == most else self.row_states[:rows]
 
     def mask(self, states: Tensor, slots: Tensor, logits: Tensor) -> None:
         """Mask the logits of rows whose states [rows] and slots [rows] are given."""

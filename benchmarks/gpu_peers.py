@@ -239,9 +239,19 @@ class Static:
         found = logits.gather(1, tokens.clamp(max=self.vocabulary - 1))
         return found.masked_fill_(~valid, -torch.inf), tokens, pairs[..., 1]
 
+    def masked(self, level: int, at: Tensor | tuple[Tensor, ...], logits: Tensor) -> Tensor:
+        """Return masked logits, not in place: as fast as the scheme can. at: the states, or the path of `dense_step`."""
+        if isinstance(at, tuple):
+            return torch.where(self.forbidden[level][at[:-1]], -torch.inf, logits)
+        found, tokens, _ = self.children(level, at, logits)
+        return self.scattered(found, tokens)
+
+    def scattered(self, found: Tensor, tokens: Tensor) -> Tensor:
+        """Return the children in rows of -inf, which have a place more for what there is too much."""
+        rows = found.new_full((len(found), self.vocabulary + 1), -torch.inf).scatter_(1, tokens, found)
+        return rows[:, : self.vocabulary]
+
     def sparse_step(self, level: int, states: Tensor, chosen: Tensor, logits: Tensor) -> Tensor:
-        """Scatter the children back, into rows of -inf, with a place more for what there is too much."""
         found, tokens, following = self.children(level, states, logits)
-        masked = logits.new_full((len(logits), self.vocabulary + 1), -torch.inf).scatter_(1, tokens, found)
-        logits.copy_(masked[:, : self.vocabulary])
+        logits.copy_(self.scattered(found, tokens))
         return following.gather(1, chosen)

@@ -31,6 +31,7 @@ STATIC_MOST, DICT_MOST = 2 * 10**7, 10**6  # items for which the peers' memory i
 BITMAP_BITS = 27  # of the hash bitmap's places; the paper says none
 TOP_NAME = f"PPV top {TOP}"
 HOST = "ours, bitmask on the host"
+THEIRS, CHILDREN = "STATIC", "STATIC, children alone"
 DEVICE = "cuda" if GPU else "cpu"
 Step = Callable[[Tensor], Any]
 
@@ -150,10 +151,11 @@ def steps_at(
     found["hash bitmap"] = partial(peers["bitmap"].step, peers["bitmap"].prefix(tokens, level))
     if "STATIC" in peers:
         static: Static = peers["STATIC"]
-        at = walks.first(level + 1, ROWS)
-        target = [torch.empty(ROWS, vocabulary, device=DEVICE)] * (level + 1)
-        step = static.steps(at, target)[level]
-        found["STATIC's layout"] = lambda logits: step.func(*step.args[:-1], logits)  # type: ignore[attr-defined]
+        at: Any = static.on_the_way[level][level]
+        if level < len(static.dense):
+            at = walks.tokens[level, :, : level + 1].long().unbind(1)
+        found[THEIRS] = partial(static.masked, level, at)
+        found[CHILDREN] = partial(static.children, level, static.on_the_way[level][level])
     if "dict" in peers:
         found["dict trie"] = partial(peers["dict"].step, [row[:level] for row in tokens.tolist()])
     if not GPU:
@@ -195,9 +197,9 @@ def cell(count: int, vocabulary: int, repeats: int, every: bool) -> Row:
         masks = {}
         for name, step in steps.items():
             logits.copy_(original)
-            step(logits)
-            masks[name] = logits.isneginf()
-        for name in masks.keys() & {"PPV exact", "STATIC's layout", "dict trie"}:
+            given = step(logits)
+            masks[name] = (given if isinstance(given, Tensor) else logits).isneginf()
+        for name in masks.keys() & {"PPV exact", THEIRS, "dict trie"}:
             assert torch.equal(masks[name], masks["ours"]), f"{name} masks other tokens at level {level}"
         wrong += int((masks["ours"] & ~masks["hash bitmap"]).sum())
         lost += int((~masks["ours"] & masks[TOP_NAME]).sum())

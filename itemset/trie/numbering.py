@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from itemset.errors import AGAIN, ItemSetError
-from itemset.trie.pointers import compiled, count_ones, first_edge, label, load32
+from itemset.trie.pointers import compiled, count_ones, first_from, label, load32
 from itemset.trie.rows import Rows, grown
 from itemset.trie.tables import Tables, Trie
 from itemset.trie.targets import is_leaf, nodes_before
@@ -116,14 +116,7 @@ def nth_edge(tables, nth, leaf):  # type: ignore[no-untyped-def]
 @compiled
 def node_of(tables, edge):  # type: ignore[no-untyped-def]
     """Return the node whose row holds `edge`."""
-    low, high = np.int64(0), tables.nodes
-    while high - low > 1:
-        middle = (low + high) >> 1
-        if first_edge(tables, middle) <= edge:
-            low = middle
-        else:
-            high = middle
-    return low
+    return first_from(tables.row_offsets, 4, np.int64(1), tables.nodes, edge + 1) - 1
 
 
 @compiled

@@ -140,6 +140,18 @@ def put_element(address, size, index, value):  # type: ignore[no-untyped-def]
 
 
 @compiled
+def first_from(address, size, low, high, value):  # type: ignore[no-untyped-def]
+    """Return the first of the elements low .. high - 1, which ascend, that is no less than `value`; else `high`."""
+    while low < high:
+        middle = (low + high) >> 1
+        if element(address, size, middle) < value:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@compiled
 def label(tables, edge):  # type: ignore[no-untyped-def]
     """Return the token of an edge."""
     return element(tables.labels, tables.label_bytes, edge)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from itemset.trie.pointers import bit, bits_from, compiled, first_edge, label, load32
+from itemset.trie.pointers import bit, bits_from, compiled, first_edge, first_from, label, load32
 from itemset.trie.tables import TERMINAL, Tables
 from itemset.trie.targets import is_leaf, node_at, tail_at
 
@@ -49,24 +49,12 @@ def follow(tables, edge):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def first_from(tables, low, high, token):  # type: ignore[no-untyped-def]
-    """Return the first of these edges of a row, low .. high - 1, whose label is no less than `token`; else `high`."""
-    while low < high:
-        middle = (low + high) >> 1
-        if label(tables, middle) < token:
-            low = middle + 1
-        else:
-            high = middle
-    return low
-
-
-@compiled
 def find_edge(tables, state, token):  # type: ignore[no-untyped-def]
     """Return the edge of node `state` that carries `token`, or -1."""
     if state < 0 or state >= tables.nodes:
         return np.int64(-1)
     end = min(first_edge(tables, state + 1), tables.edges)
-    edge = first_from(tables, first_edge(tables, state), end, token)
+    edge = first_from(tables.labels, tables.label_bytes, first_edge(tables, state), end, token)
     return edge if edge < end and label(tables, edge) == token and is_alive(tables, edge) else np.int64(-1)
 
 
@@ -88,14 +76,7 @@ def is_dead(tables, entry):  # type: ignore[no-untyped-def]
 @compiled
 def first_dead(tables, entry):  # type: ignore[no-untyped-def]
     """Return how many entries of `dead` come before this one."""
-    low, high = np.int64(0), tables.dead_count
-    while low < high:
-        middle = (low + high) >> 1
-        if load32(tables.dead, middle) < entry:
-            low = middle + 1
-        else:
-            high = middle
-    return low
+    return first_from(tables.dead, 4, np.int64(0), tables.dead_count, entry)
 
 
 @compiled

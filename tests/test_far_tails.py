@@ -293,8 +293,8 @@ def test_what_does_not_fit_is_refused_before_a_table_is_made() -> None:
         counts = per_level.copy()
         counts[row, 0] = total
         with pytest.raises(ItemSetError, match=what):
-            trie_tables.allocate(counts, 1, np.uint16, np.uint16, 0)
+            trie_tables.allocate(counts, 1, np.uint16, 0)
     per_level[TAIL_TOKENS, 0] = MAX_TAIL_TOKENS
-    tables, _ = trie_tables.allocate(per_level, 1, np.uint16, np.uint16, 0)
+    tables, _ = trie_tables.allocate(per_level, 1, np.uint16, 0)
     assert len(tables.tails) * 16 >= MAX_TAIL_TOKENS
     assert END < TAIL <= LOCAL

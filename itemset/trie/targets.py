@@ -35,13 +35,6 @@ def type_of_targets(length: int, levels: int, longest_tail: int) -> type[np.unsi
     return np.uint32 if longest_tail * (BLOCK - 1) >= 0x7FFF else np.uint16
 
 
-def sizes(dtype: Any, edges: int, levels: int) -> tuple[int, int]:
-    """Return the lengths of `targets` and of `tail_base`."""
-    if np.dtype(dtype).itemsize == 8:
-        return -(-edges // 64), OF_A_LEVEL * levels
-    return edges, -(-edges // BLOCK)
-
-
 def far_block_of(targets: NDArray[Any], tail_base: NDArray[np.uint32], tail_tokens: int) -> int:
     """Return `Tables.far_block`, which a file does not hold."""
     if tail_tokens <= FAR or targets.itemsize == 8:

@@ -77,11 +77,6 @@ class Tables:
         return Tables, tuple(getattr(self, one.name) for one in fields(self) if one.init)
 
     @property
-    def whole(self) -> bool:
-        """Return whether these are a set's own tables, not a view of them."""
-        return not len(self.alive) and not len(self.dead)
-
-    @property
     def counted(self) -> bool:
         """Return whether `targets` are counted, not stored."""
         return self.targets.itemsize == 8

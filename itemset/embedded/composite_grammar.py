@@ -122,11 +122,6 @@ class Composite:
         return any(thread.hole < 0 and thread.matcher.matcher.is_terminated() for thread in self._history[-1])
 
     @property
-    def is_completed(self) -> bool:
-        """Return whether a stop token may follow."""
-        return any(thread.hole < 0 and thread.matcher.matcher.is_completed() for thread in self._history[-1])
-
-    @property
     def found(self) -> list[Found]:
         """Return the items so far that every reading has found, in order."""
         chains = list[list[Found]]()

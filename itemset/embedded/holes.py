@@ -82,10 +82,10 @@ class Vocabulary:
                 return True
         return False
 
-    def bridges(self, closers: bytes) -> Bridges:
-        """Return the bridges over each of these bytes, with which what follows a hole begins."""
+    def bridges(self, closers: bytes) -> Bridges | None:
+        """Return the bridges over each of these bytes, with which what follows a hole begins; None without any."""
         with self._lock:  # the first request may be many at once, for which one of them looks
-            return self._bridges(closers)
+            return self._bridges(closers) if closers else None
 
     @functools.lru_cache(16)  # noqa: B019 - one object a process
     def _bridges(self, closers: bytes) -> Bridges:

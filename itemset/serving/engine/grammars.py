@@ -11,7 +11,7 @@ import xgrammar
 from itemset.embedded.composite_grammar import Composite
 from itemset.embedded.holes import Hole, Items, Once, Vocabulary
 from itemset.item_set import ItemSet
-from itemset.serving.constraint import ENVELOPE, SMALL, hole
+from itemset.serving.constraint import ENVELOPE, SMALL
 
 Sets = Callable[[str], ItemSet]
 """Returns a set by its reference."""
@@ -55,7 +55,7 @@ class Grammars:
     def _compiled(self, spec: str, sets: Sets) -> Compiled:
         vocabulary, (grammar, given) = self._vocabulary.get(), json.loads(spec.removeprefix(ENVELOPE))
         holes = [
-            hole(vocabulary, self._of(reference, sets), closers.encode("latin-1"), *group)
+            Hole(self._of(reference, sets), vocabulary.bridges(closers.encode("latin-1")), *group)
             for reference, closers, *group in given
         ]
         return vocabulary, vocabulary.compile(grammar), holes

@@ -122,12 +122,7 @@ def put_leaf(tables, edge, tail):  # type: ignore[no-untyped-def]
     if tables.target_bytes == 8:
         set_bit(tables.targets, edge)
     else:
-        _store(tables, edge, (np.int64(1) << (tables.target_bytes * 8 - 1)) | tail)
-
-
-@compiled
-def _store(tables, edge, target):  # type: ignore[no-untyped-def]
-    put_element(tables.targets, tables.target_bytes, edge, target)
+        put_element(tables.targets, tables.target_bytes, edge, np.int64(1) << (tables.target_bytes * 8 - 1) | tail)
 
 
 @compiled
@@ -151,12 +146,12 @@ def set_bases(tables):  # type: ignore[no-untyped-def]
                 far_block = min(far_block, block)
         mark = _stored(tables, edge)
         if mark & leaf == 0:
-            _store(tables, edge, node - first)
+            put_element(tables.targets, tables.target_bytes, edge, node - first)
             node += 1
         elif mark == leaf:
-            _store(tables, edge, 2 * leaf - 1)
+            put_element(tables.targets, tables.target_bytes, edge, 2 * leaf - 1)
         else:
-            _store(tables, edge, leaf | (tail - base))
+            put_element(tables.targets, tables.target_bytes, edge, leaf | (tail - base))
             tail += mark - leaf
     return far_block
 

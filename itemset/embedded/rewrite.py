@@ -63,11 +63,7 @@ class Marker:
         if kind == "ebnf":
             return any(self._places for _ in self._elements(given)) or bool(self._places)
         parsed = self._parsed(given)
-        older = parsed.get("structures") if isinstance(parsed, dict) and kind == "tag" else None
-        for schema in [parsed] if kind == "schema" else [one["schema"] for one in older or () if "schema" in one]:
-            self._whole_schema(schema, "$")
-        if kind == "tag":
-            self._tag(parsed, "$")
+        _ = self._tag(parsed, "$") if kind == "tag" else self._whole_schema(parsed, "$")
         return bool(self._places)
 
     def schema(self, given: Any, **options: Any) -> Marked | None:
@@ -82,17 +78,18 @@ class Marker:
     def tag(self, given: Any) -> Marked | None:
         """Mark a structural tag, of the present form or of the older one with `structures`."""
         tag = self._parsed(given)
+        marked = self._tag(tag, "$")
         if isinstance(tag, dict) and isinstance(tag.get("structures"), list):
             items = []
-            for i, one in enumerate(tag["structures"]):
-                schema = json.dumps(self._whole_schema(one.get("schema") or {}, f"$.structures[{i}].schema"))
+            for one in marked["structures"]:
+                schema = json.dumps(one.get("schema") or {})
                 items.append(xgrammar.StructuralTagItem(begin=one["begin"], schema=schema, end=one["end"]))
             if not self._places:
                 return None
             new = xgrammar.StructuralTag.from_legacy_structural_tag(items, tag["triggers"])
             new.format = new.format.model_copy(update={"at_least_one": bool(tag.get("at_least_one"))})  # SGLang's word
             return self._placed(new.model_dump_json(), lambda: xgrammar.Grammar.from_structural_tag(new), tag)
-        spec = json.dumps(self._tag(tag, "$"))
+        spec = json.dumps(marked)
         return self._placed(spec, lambda: xgrammar.Grammar.from_structural_tag(spec), tag)
 
     def ebnf(self, given: str, parse: Callable[[str], xgrammar.Grammar] = xgrammar.Grammar.from_ebnf) -> Marked | None:
@@ -251,7 +248,7 @@ class Marker:
             raise ItemSetError(f"{path}.begin {NO_SPACE}")
         out: dict[str, Any] = {}
         for key, value in node.items():
-            if key == "json_schema":
+            if key in ("json_schema", "schema"):  # the latter of the older form
                 out[key] = self._whole_schema(value, f"{path}.{key}")
             else:
                 out[key] = self._tag(value, f"{path}.{key}", "".join(end[:1] for end in ends))

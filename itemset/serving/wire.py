@@ -173,8 +173,7 @@ class ListResult(msgspec.Struct, omit_defaults=True):
         """
         if table is None or table.shape[1] == 1:
             return cls(reason=NoList.HOST_PATH if table is None else REASONS[int(table[0, 0])])
-        proven, passes, rounds = table[0, :3].astype(int).tolist()
-        beams = int(table[0, 3]) if table.shape[1] >= HEAD else None
+        proven, passes, rounds, beams = table[0, :HEAD].astype(int).tolist()
         items = [list(_items(rows)) for rows in np.split(table[1:], max(1, races))]
         return cls(items, bool(proven), passes, rounds, beams=beams)
 

@@ -84,7 +84,7 @@ def view(
 ) -> ItemSet:
     """Return the set without what does not pass. An item stays if one of its keys does, and has only those keys.
 
-    item_filter: a query over the set's attributes, in the language of `trie.filters`. exclude_keys, only_keys: keys
+    item_filter: a query over the set's attributes, in the language of docs/library.md. exclude_keys, only_keys: keys
         that do not pass, or that alone do. One that the set has not is ignored.
     A filter costs one pass over the attributes and one over the edges, and a bit an edge. Exclusions cost what they
     are long. `only_keys` gives a small set of its own, without attributes.

@@ -311,8 +311,7 @@ def _insert(numbers, text, slots):  # type: ignore[no-untyped-def]
 @compiled
 def _find(numbers, text, slots, given, given_text):  # type: ignore[no-untyped-def]
     mask = np.uint64(len(slots) - 1)
-    places = [np.int64(0)]
-    places.clear()
+    places = [np.int64(0) for _ in range(0)]
     for i in range(_count(given, given_text)):
         at = _hash(given, given_text, i) & mask
         while slots[at]:  # a key may be there several times, one after another

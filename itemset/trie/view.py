@@ -77,8 +77,7 @@ def _climb(tables, whole, terminal_rank, numbers):  # type: ignore[no-untyped-de
     """Return, ascending, the highest entries of `dead` that leave out these items."""
     leaves = tables.edges - (tables.nodes - 1)
     # -(node << 32 | entry in its row): nodes come after those that lead to them. Tuples would take twice the time.
-    waiting = [np.int64(0)]
-    waiting.clear()
+    waiting = [np.int64(0) for _ in range(0)]
     for number in numbers:
         end = last_edge(whole, terminal_rank, number)
         if number < leaves:
@@ -87,12 +86,10 @@ def _climb(tables, whole, terminal_rank, numbers):  # type: ignore[no-untyped-de
             node = follow(tables, end)
             waiting.append(-(node << 32 | (np.int64(TERMINAL) + node)))
     heapify(waiting)
-    found = [np.int64(0)]
-    found.clear()
+    found = [np.int64(0) for _ in range(0)]
     while len(waiting):
         node = -waiting[0] >> 32
-        row = [np.int64(0)]
-        row.clear()
+        row = [np.int64(0) for _ in range(0)]
         while len(waiting) and -waiting[0] >> 32 == node:
             row.append(-heappop(waiting) & 0xFFFFFFFF)
         if node == 0 or _has_more(tables, node, len(row)):

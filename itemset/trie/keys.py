@@ -75,13 +75,19 @@ class Keys:
         Raises ItemSetError for keys of another type, or for one key in place of a list.
         """
         values = _as_keys_of(self.values, given)
-        places = self.index.places_of(values) if len(values) else np.zeros(0, np.int64)
+        found = _find(*self._index, *_columns(values)) if len(values) else []
+        places = np.unique(np.array(found, np.int64))
         return places[self.passes(places)]
 
     @functools.cached_property
-    def index(self) -> "KeyIndex":
-        """Return what finds keys. Making it takes 0.1 s for a million keys, once."""
-        return KeyIndex(self.values) if self.base is None else self.base.index
+    def _index(self) -> tuple[NDArray[np.int64], NDArray[np.uint8], NDArray[np.uint32]]:
+        """Return a hash table that finds keys, of 6 to 11 bytes a key. Making it takes 0.1 s for a million, once."""
+        if self.base is not None:
+            return self.base._index
+        numbers, text = _columns(self.values)
+        slots = np.zeros(1 << max(3, (len(numbers) * 4 // 3).bit_length()), np.uint32)
+        _insert(numbers, text, slots)
+        return numbers, text, slots
 
     def gone(self, removed: KeyList, *, missing_ok: bool) -> NDArray[np.bool_]:
         """Return which places hold a key that is removed.
@@ -218,19 +224,6 @@ def _as_keys_of(keys: pa.Array, given: KeyList) -> pa.Array:
 
 
 _TABLE = 1 << 20  # entries that a table of integers may always have
-
-
-class KeyIndex:
-    """Where each key stands among the keys of a set: 6 to 11 bytes a key."""
-
-    def __init__(self, keys: pa.Array) -> None:
-        self._columns = _columns(keys)
-        self._slots = np.zeros(1 << max(3, (len(self._columns[0]) * 4 // 3).bit_length()), np.uint32)
-        _insert(*self._columns, self._slots)
-
-    def places_of(self, given: pa.Array) -> NDArray[np.int64]:
-        """Return every place of the given keys, of the same kind as the set's: ascending and distinct."""
-        return np.unique(np.array(_find(*self._columns, self._slots, *_columns(given)), np.int64))
 
 
 def are_among(array: pa.Array, values: pa.Array) -> NDArray[np.bool_]:

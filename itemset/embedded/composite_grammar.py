@@ -60,20 +60,17 @@ class _Matcher:
         return _Matcher(self.matcher.fork(), self.depth)
 
 
-_Given = dict[int, Items]
-_Chain = tuple[Any, Found] | None  # items found, the last one first
-
-
 @dataclass(slots=True, eq=False)
 class _Thread:
     """One reading: outside of all holes, or in one, at a state of its items. Immutable but for `open`.
 
+    given: by group, what is left of its items. found: the items before the last, and the last; None without any.
     depth: of its matcher, here. open: those that begin a hole here, which are found when they are asked for.
     """
 
     matcher: _Matcher
-    given: _Given
-    found: _Chain
+    given: dict[int, Items]
+    found: tuple[Any, Found] | None
     hole: int = -1
     items: Any = None  # Items, in a hole
     begin: int = 0

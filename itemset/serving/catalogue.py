@@ -27,7 +27,7 @@ from itemset.serving.private_copies import delete_unused, open_copy
 from itemset.serving.wire import VERSION, Prepare, SetRef, part_of, version_of, version_reference
 
 OVERHEAD = 4_000  # bytes of Python objects around an open set, as measured: docs/serving.md
-ROUNDING = 128  # bytes of an arena that an array, or a set, takes more at most
+_ROUNDING = 128  # bytes of an arena that an array, or a set, takes more at most
 _KEPT = 2  # versions of a set that stay open
 
 
@@ -46,11 +46,6 @@ class Opened:
     name: str
     version: str
     item_set: ItemSet
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that it takes in an arena, at most."""
-        return sum(array.nbytes + ROUNDING for array in self.item_set.resident.values()) + ROUNDING
 
     @property
     def reference(self) -> str:
@@ -219,7 +214,9 @@ class Catalogue:
         """Bytes of an arena: for the registered sets, for inline ones, and for a next version of a followed set."""
         headroom = self._config.item_set_headroom
         if headroom is None:
-            headroom = max((one.nbytes for one in self.serving if self.follows(one.name)), default=0)
+            followed = [one.item_set.resident.values() for one in self.serving if self.follows(one.name)]
+            sizes = (sum(array.nbytes + _ROUNDING for array in arrays) + _ROUNDING for arrays in followed)
+            headroom = max(sizes, default=0)
         return arena_bytes(self.registered.values(), self._config.inline_set_memory + headroom)
 
     # References

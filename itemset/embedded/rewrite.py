@@ -126,11 +126,11 @@ class Marker:
         self._places.append(place)
         return f"ITEMSET{self._nonce}N{len(self._places) - 1}E"
 
-    def _place(self, node: Mapping[str, Any], path: str, word: str = WORD) -> Place:
-        named = node[word]
+    def _place(self, node: Mapping[str, Any], path: str) -> Place:
+        named = node[WORD]
         if not isinstance(named, str) and not (isinstance(named, list) and set(map(type, named)) == {str}):
             given = "an empty one" if named == [] else shown(named)
-            raise ItemSetError(f"{path}.{word} must be a set's name, or a list of texts, not {given}")
+            raise ItemSetError(f"{path}.{WORD} must be a set's name, or a list of texts, not {given}")
         selection = {key: node[key] for key in SELECTION if node.get(key) is not None}
         for key, value in selection.items():
             if not isinstance(value, dict if key == "item_filter" else list):

@@ -40,7 +40,6 @@ class _Matcher:
         self.matcher, self.depth = matcher, depth
 
     def accept(self, what: int | bytes) -> bool:
-        """Take a token or a text."""
         taken = self.matcher.accept_string(what) if isinstance(what, bytes) else self.matcher.accept_token(what)
         self.depth += 1 if taken else 0
         return bool(taken)
@@ -83,7 +82,6 @@ class _Thread:
         self.depth = self.matcher.depth
 
     def after(self, state: int, token: int, matcher: _Matcher | None = None) -> "_Thread":
-        """Return the reading after one more token of the item."""
         return replace(self, state=state, path=(*self.path, token), matcher=matcher or self.matcher)
 
 

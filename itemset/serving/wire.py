@@ -98,7 +98,6 @@ class EngineRequest(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.item_set.reference if self.item_set else ""
 
     def but(self, **changes: Any) -> "EngineRequest":
-        """Return the same with some fields changed."""
         return msgspec.structs.replace(self, **changes)
 
     def weighs_at(self, temperature: float) -> float:
@@ -229,7 +228,6 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 def version_reference(version: str, name: str) -> str:
-    """Return the reference of a version of a registered set."""
     return f"{VERSION}{version}@{name}"
 
 

@@ -89,7 +89,6 @@ def _aligned(offset: int) -> int:
 
 
 def to_bytes(header: Header, arrays: dict[str, NDArray[Any]]) -> bytes:
-    """Return the whole file as bytes."""
     return b"".join(_encode(header, arrays))
 
 

@@ -129,7 +129,6 @@ class Keys:
         return np.ones(len(places), np.bool_) if self.test is None else self.test(places)
 
     def to_sections(self) -> dict[str, NDArray[Any]]:
-        """Return the arrays that hold the keys in a file."""
         return values_to_sections(self.values) | ({} if self.starts is None else {"key_starts": self.starts})
 
     @staticmethod

@@ -96,7 +96,6 @@ store16, store32, store64 = _store(16), _store(32), _store(64)
 
 @intrinsic
 def count_ones(_typing: Any, _word: Any) -> Any:
-    """Return how many bits of an integer are set."""
     return types.int64(types.int64), lambda _context, builder, _signature, arguments: builder.ctpop(arguments[0])
 
 

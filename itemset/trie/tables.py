@@ -131,11 +131,13 @@ def build_trie(rows: Rows, lcp: NDArray[np.uint16], room: Room = np.zeros) -> tu
     tables, starts = allocate(per_level, token_bits, target_type, length, room)
     members = room(len(rows), np.uint32)
     fill(rows.tokens, *rows.layout, lcp, starts, tables.pointers, members)
-    tables = replace(tables, far_block=int(set_bases(tables.pointers)))
+    set_bases(tables.pointers)
     for array in tables.sections.values():
         array.flags.writeable = False
     nodes, edges = (tuple(per_level[count, : levels_of(per_level)].tolist()) for count in (NODES, EDGES))
-    return Trie(tables, len(rows), shortest, longest, nodes, edges, int(per_level[TAIL_TOKENS].sum())), members
+    tail_tokens = int(per_level[TAIL_TOKENS].sum())
+    tables = replace(tables, far_block=targets.far_block_of(tables.targets, tables.tail_base, tail_tokens))
+    return Trie(tables, len(rows), shortest, longest, nodes, edges, tail_tokens), members
 
 
 NODES, EDGES, LEAVES, TAIL_TOKENS, TERMINALS = range(5)

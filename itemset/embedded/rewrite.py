@@ -210,7 +210,10 @@ class Marker:
         return True
 
     def _slate(self, node: dict[str, Any], out: dict[str, Any], path: str) -> dict[str, Any]:
-        place, (least, most) = self._place(node["items"], f"{path}.items"), _counts(node, path)
+        place, least, most = self._place(node["items"], f"{path}.items"), node.get("minItems", 0), node.get("maxItems")
+        for name, value in (("minItems", least), ("maxItems", most)):
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+                raise ItemSetError(f"{path}.{name} must be a number of items, not {shown(value)}")
         constant = self._string(dict(node["items"]), f"{path}.items")
         if "const" not in constant:
             raise ItemSetError(f"{path}: distinct items cannot be null: omit uniqueItems, or null")
@@ -326,14 +329,6 @@ def _begins_with_item(node: Any) -> bool:
     if node.get("type") == "or":
         return any(map(_begins_with_item, elements))
     return node.get("type") == WORD or (node.get("type") != "tag" and _begins_with_item(elements[0]))
-
-
-def _counts(node: Mapping[str, Any], path: str) -> tuple[int, int | None]:
-    least, most = node.get("minItems", 0), node.get("maxItems")
-    for name, value in (("minItems", least), ("maxItems", most)):
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
-            raise ItemSetError(f"{path}.{name} must be a number of items, not {shown(value)}")
-    return least, most
 
 
 def read_slate(slate: Any) -> tuple[dict[str, Any], int, str]:

@@ -75,7 +75,7 @@ class Keys:
         Raises ItemSetError for keys of another type, or for one key in place of a list.
         """
         values = _as_keys_of(self.values, given)
-        found = _find(*self._index, *_columns(values)) if len(values) else []
+        found = _find(*self._index, *_columns(values), len(values)) if len(values) else []
         places = np.unique(np.array(found, np.int64))
         return places[self.passes(places)]
 
@@ -86,7 +86,7 @@ class Keys:
             return self.base._index
         numbers, text = _columns(self.values)
         slots = np.zeros(1 << max(3, (len(numbers) * 4 // 3).bit_length()), np.uint32)
-        _insert(numbers, text, slots)
+        _insert(numbers, text, len(self.values), slots)
         return numbers, text, slots
 
     def gone(self, removed: KeyList, *, missing_ok: bool) -> NDArray[np.bool_]:
@@ -291,9 +291,9 @@ def _columns(keys: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
 
 
 @compiled
-def _insert(numbers, text, slots):  # type: ignore[no-untyped-def]
+def _insert(numbers, text, count, slots):  # type: ignore[no-untyped-def]
     mask = np.uint64(len(slots) - 1)
-    for i in range(_count(numbers, text)):
+    for i in range(count):
         at = _hash(numbers, text, i) & mask
         while slots[at]:
             at = (at + np.uint64(1)) & mask
@@ -301,10 +301,10 @@ def _insert(numbers, text, slots):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _find(numbers, text, slots, given, given_text):  # type: ignore[no-untyped-def]
+def _find(numbers, text, slots, given, given_text, count):  # type: ignore[no-untyped-def]
     mask = np.uint64(len(slots) - 1)
     places = [np.int64(0) for _ in range(0)]
-    for i in range(_count(given, given_text)):
+    for i in range(count):
         at = _hash(given, given_text, i) & mask
         while slots[at]:  # a key may be there several times, one after another
             place = np.int64(slots[at]) - 1
@@ -312,11 +312,6 @@ def _find(numbers, text, slots, given, given_text):  # type: ignore[no-untyped-d
                 places.append(place)
             at = (at + np.uint64(1)) & mask
     return places
-
-
-@compiled
-def _count(numbers, text):  # type: ignore[no-untyped-def]
-    return len(numbers) - 1 if len(text) else len(numbers)
 
 
 @compiled

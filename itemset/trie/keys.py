@@ -15,6 +15,7 @@ from itemset.errors import AGAIN, ItemSetError, shown
 from itemset.trie.pointers import compiled
 
 KeyList = Iterable[int] | Iterable[str] | NDArray[Any]
+Test = Callable[[NDArray[Any]], NDArray[np.bool_]]  # which of these places pass
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Keys:
     starts: NDArray[np.uint32] | None = None
 
     base: "Keys | None" = None
-    test: Callable[[NDArray[Any]], NDArray[np.bool_]] | None = None
+    test: Test | None = None
     own_bytes: int = 0
 
     def first(self, numbers: NDArray[np.int64]) -> NDArray[np.int64] | list[str]:

@@ -587,7 +587,7 @@ def test_copies_of_a_request_share_its_grammar() -> None:
         shared = list(pool.map(lambda _: grammars.get(spec, lambda name: at.set_of(name, False)), range(16)))
     assert len({*shared}) == len(made) == 1
     assert made[0].counts == {"compiled": 1, "bridges": 1}
-    first, second = (one.begin([at.stop]) for one in shared[:2])
+    first, second = (Composite(*one.get(), [at.stop]) for one in shared[:2])
     for token in at.tokenizer.encode("Up", add_special_tokens=False):
         assert first.accept(token)
     assert not second.found

@@ -233,12 +233,11 @@ class Composite:
         id."""
         if thread.open is None:
             first, matcher = self._vocabulary.first, thread.matcher
-            taken = [hole for hole in range(len(self._holes)) if matcher.takes(first + hole)]
+            taken = [(number, hole) for number, hole in enumerate(self._holes) if matcher.takes(first + number)]
             if taken and matcher.takes(self._vocabulary.decoy):
                 taken = []
             thread.open = []
-            for number in taken:
-                hole = self._holes[number]
+            for number, hole in taken:
                 items = hole.items
                 if hole.group is not None and not hole.begins:
                     items = thread.given.get(hole.group, items)

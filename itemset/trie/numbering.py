@@ -59,8 +59,6 @@ def token_ids(trie: Trie) -> NDArray[np.int64]:
 @compiled
 def terminals_before(tables, terminal_rank, node):  # type: ignore[no-untyped-def]
     """Count the nodes before `node` at which an item ends."""
-    if terminal_rank[-1] == 0:
-        return np.int64(0)
     word = node >> 5
     before = load32(tables.terminal, word) & ((np.int64(1) << (node & 31)) - 1)
     return np.int64(terminal_rank[word]) + count_ones(before)

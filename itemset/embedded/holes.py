@@ -123,9 +123,6 @@ class Once(Generic[Made]):
             return self._made
 
 
-Bridge = tuple[int, int, bytes]
-"""An item's last token, the token that is it and more, and the text of what is more."""
-
 _REMEMBERED = 1 << 12  # states of a set whose bridges are kept
 
 
@@ -137,7 +134,8 @@ class Closing:
 
     __slots__ = ("_each", "_lasts", "_rests", "_tokens", "others")
 
-    def __init__(self, bridges: Iterable[Bridge], alone: dict[bytes, int]) -> None:
+    def __init__(self, bridges: Iterable[tuple[int, int, bytes]], alone: dict[bytes, int]) -> None:
+        """bridges: of each an item's last token, the token that is it and more, and the text of what is more."""
         self._each = list(bridges)
         known = [(last, token, alone[rest]) for last, token, rest in self._each if rest in alone]
         self._lasts, self._tokens, self._rests = np.array(known, np.int64).reshape(-1, 3).T.copy()

@@ -30,9 +30,8 @@ _UNREAD = (
     "not", "if", "then", "else", "contains", "propertyNames", "dependentSchemas", "dependencies", "contentSchema",
 )  # fmt: skip
 # What is not closed goes on to its line's end: to look for that from each of many brackets would take the square.
-_EBNF = re.compile(r'"(?:[^"\\\n]|\\.)*"?|\[(?:[^\]\\\n]|\\.)*\]?|#[^\n]*|//[^\n]*|(?<![\w.-])ItemSet\s*\(')
+_EBNF = re.compile(r'"(?:[^"\\\n]|\\.)*"?|\[(?:[^\]\\\n]|\\.)*\]?|#[^\n]*|//[^\n]*|(?<![\w.-])ItemSet\s*\(\s*')
 _SLATE = 'such as {"item_set": "films", "n": 5, "separator": "\\n"}'
-_SPACES = re.compile(r"\s*")
 GRAMMAR = 1 << 18
 """Characters of the grammar that xgrammar makes of it, with marks in place of the sets."""
 
@@ -267,9 +266,8 @@ class Marker:
                 at = match.end()
                 continue
             where = f"ItemSet at character {match.start()}"
-            begin = _SPACES.match(text, match.end()).end()  # type: ignore[union-attr]
             try:
-                given, end = json.JSONDecoder().raw_decode(text, begin)
+                given, end = json.JSONDecoder().raw_decode(text, match.end())
             except ValueError as error:
                 raise ItemSetError(f'{where}: give it the name of a set, as ItemSet("films"): {error}') from error
             close = re.compile(r"\s*\)").match(text, end)

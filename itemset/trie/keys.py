@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -38,8 +37,8 @@ class Keys:
     def first(self, numbers: NDArray[np.int64]) -> NDArray[np.int64] | list[str]:
         """Return the first key of each of these items."""
         if self.test is not None and self.starts is not None:
-            starts = np.cumsum([0, *map(len, every := self.every(numbers))])
-            return _taken(pa.array(chain.from_iterable(every), self.values.type), starts[:-1])
+            first = pa.array([keys[0] for keys in self.every(numbers)], self.values.type)
+            return _taken(first, np.arange(len(first)))
         return _taken(self.values, numbers if self.starts is None else self.starts[numbers])
 
     def every(self, numbers: NDArray[np.int64]) -> list[list[int | str]]:

@@ -34,7 +34,7 @@ class Grammars:
         return self._large if len(spec) > SMALL else None
 
     def get(self, spec: str, sets: Sets) -> Once[Compiled]:
-        """Return the grammar of a constraint, compiled: once for all requests that have it, and hold it, at a time.
+        """Return the grammar of a constraint, compiled once for all requests that hold it at a time.
 
         spec: `Constraint.spec()`. Raises RuntimeError as xgrammar does, and as `sets` does.
         """

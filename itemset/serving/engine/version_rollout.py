@@ -65,7 +65,7 @@ class Preparer:
         if isinstance(message, Drop):
             catalogue.drop(message.name)
             devices.close(engine, message.name, None, catalogue.open_sets())
-            return Stage.OPENING
+            return Stage.OPENING  # which nobody reads
         opened = or_reason(lambda: catalogue.begin(message, devices.check), self._log)
         stages = devices.advance(engine, message, opened)
         if refused := [stage for stage in stages if isinstance(stage, str)]:

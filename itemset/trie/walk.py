@@ -3,7 +3,6 @@
 Safe whatever the tables hold, but for `row_offsets`, which are checked when a file is opened.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -104,30 +103,6 @@ def tail_entry(tables, position):  # type: ignore[no-untyped-def]
     if position < 0 or (at >> 5) + 1 >= tables.tail_words:
         return np.int64(-1)
     return bits_from(tables.tails, at, width)
-
-
-@compiled
-def _read_tails(tables, position, tokens):  # type: ignore[no-untyped-def]
-    """Fill in the tokens of the tails from a position on, all of which are there."""
-    for i in range(len(tokens)):
-        tokens[i] = tail_token(tables, TAIL + position + i)
-
-
-@compiled
-def mark(seen, tokens):  # type: ignore[no-untyped-def]
-    """Set seen[token], [ids] bool, for each token that is among the ids."""
-    for token in tokens:
-        if token < len(seen):
-            seen[token] = True
-
-
-def token_runs(tables: Tables, tail_tokens: int) -> Iterator[NDArray[Any]]:
-    """Yield every token that the tables hold, in runs: the edges', then the tails'."""
-    yield tables.labels
-    for position in range(0, tail_tokens, 1 << 20):
-        run = np.empty(min(tail_tokens - position, 1 << 20), np.uint32)
-        _read_tails(tables.pointers, position, run)
-        yield run
 
 
 def children(tables: Tables, state: int) -> tuple[NDArray[Any], bool]:

@@ -171,14 +171,13 @@ class Items(Walk):
 
     def __init__(self, item_set: ItemSet) -> None:
         super().__init__(item_set)
-        self.item_set = item_set
         self._all: Items | None = None  # itself; a reference to it would keep the set until Python looks for circles
         self._closing: dict[tuple[int, Bridges], _OfState] = {}
 
     def without(self, tokens: tuple[int, ...]) -> "Items":
         """Return what is left after this item."""
         left = object.__new__(Items)
-        left.item_set, left._all = self.item_set, self._all or self
+        left._all = self._all or self
         left._begin_without(self, tokens)
         return left
 

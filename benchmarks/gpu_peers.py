@@ -240,7 +240,7 @@ class Static:
         return found.masked_fill_(~valid, -torch.inf), tokens, pairs[..., 1]
 
     def masked(self, level: int, at: Tensor | tuple[Tensor, ...], logits: Tensor) -> Tensor:
-        """Return masked logits, not in place: as fast as the scheme can. at: the states, or the path of `dense_step`."""
+        """Return masked logits, not in place, as fast as can be. at: the states, or the path of `dense_step`."""
         if isinstance(at, tuple):
             return torch.where(self.forbidden[level][at[:-1]], -torch.inf, logits)
         found, tokens, _ = self.children(level, at, logits)

@@ -102,7 +102,7 @@ class Walker:
         if quoted and self.outside(len(text)):
             missing = bits(theirs & ~row)
             assert not (lost := missing[~at.crossing[missing]]).size, (text, at.text_of(lost[:3]))
-        assert composite.is_completed == own.is_completed(), text
+        assert may_end(composite, at) == own.is_completed(), text
         assert not composite.is_terminated
         tried = [*rng.sample(range(at.vocabulary.size - 70), 3), *rng.sample(allowed.tolist(), min(2, allowed.size))]
         for token in tried:
@@ -339,12 +339,16 @@ def test_slates_without_a_separator(n: int) -> None:
             composite.fill_bitmask(row)
             assert bits(row).tolist() == sorted(token for (token,) in {*items} - {*order[:i]})
             assert composite.accept(token)
-        assert composite.is_completed
+        assert may_end(composite, at)
         assert [one.tokens for one in composite.found] == [*order]
 
 
-def accepted(composite: Composite, tokens: list[int]) -> bool:
-    return all(map(composite.accept, tokens)) and composite.is_completed
+def may_end(composite: Composite, at: Setting) -> bool:
+    return composite.allowed_prefix([at.stop]) == [at.stop]
+
+
+def accepted(composite: Composite, at: Setting, tokens: list[int]) -> bool:
+    return all(map(composite.accept, tokens)) and may_end(composite, at)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -363,14 +367,14 @@ def test_every_item_in_its_own_tokens(name: str) -> None:
         text = TEXTS["films"][key]
         before, after = plain('{"film": "'), plain('", "reason": "good"}')
         assert at.text_of(item) == as_json(text)
-        assert accepted(composite, [*before, *item, *after])
+        assert accepted(composite, at, [*before, *item, *after])
         found = [Found(0, tuple(item), 10, 10 + len(as_json(text)))]
         assert composite.found == found
         composite.reset()
         for token, one in enumerate(at.vocabulary.bytes):
             if one == at.vocabulary.bytes[item[-1]] + b'",':
                 rest = plain(' "reason": "good"}')
-                assert accepted(composite, [*before, *item[:-1], token, *rest]), (text, one)
+                assert accepted(composite, at, [*before, *item[:-1], token, *rest]), (text, one)
                 assert composite.found == found
                 composite.reset()
                 bridged += 1
@@ -411,11 +415,11 @@ def test_readings_that_differ_find_what_they_share() -> None:
     at = setting("tekken")
     schema = {"type": "array", "items": {"anyOf": [FILM, PERSON]}, "minItems": 3, "maxItems": 3}
     composite, _ = at.made("schema", schema, any_whitespace=False)
-    assert accepted(composite, at.tokenizer.encode('["Aliens", "M", "Mo"]', add_special_tokens=False))
+    assert accepted(composite, at, at.tokenizer.encode('["Aliens", "M", "Mo"]', add_special_tokens=False))
     assert [at.text_of(list(item.tokens)) for item in composite.found] == [b"Aliens", b"Mo"]
     schema = object_of(a={"anyOf": [FILM, {"const": "Up"}]}, b=FILM)
     composite, _ = at.made("schema", schema, any_whitespace=False)
-    assert accepted(composite, at.tokenizer.encode('{"a": "Up", "b": "Upside"}', add_special_tokens=False))
+    assert accepted(composite, at, at.tokenizer.encode('{"a": "Up", "b": "Upside"}', add_special_tokens=False))
     assert [at.text_of(list(item.tokens)) for item in composite.found] == [b"Upside"]
 
 
@@ -583,7 +587,7 @@ def test_copies_of_a_request_share_its_grammar() -> None:
         shared = list(pool.map(lambda _: grammars.get(spec, lambda name: at.set_of(name, False)), range(16)))
     assert len({*shared}) == len(made) == 1
     assert made[0].counts == {"compiled": 1, "bridges": 1}
-    first, second = (one.begin([at.stop]) for one in shared[:2])
+    first, second = (Composite(*one.get(), [at.stop]) for one in shared[:2])
     for token in at.tokenizer.encode("Up", add_special_tokens=False):
         assert first.accept(token)
     assert not second.found
@@ -619,7 +623,7 @@ def test_a_property_may_have_any_name(word: str) -> None:
         at = setting("tiny")
         composite, _ = at.made("schema", schema, any_whitespace=False)
         text = json.dumps({word: "Up", "film": "Alien"})
-        assert accepted(composite, at.tokenizer.encode(text, add_special_tokens=False))
+        assert accepted(composite, at, at.tokenizer.encode(text, add_special_tokens=False))
         assert len(composite.found) == len(holes.hole_of)
     assert marked("schema", object_of(**{word: {"type": "string"}})) is None
 

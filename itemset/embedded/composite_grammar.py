@@ -40,7 +40,6 @@ class _Matcher:
         self.matcher, self.depth = matcher, depth
 
     def accept(self, what: int | bytes) -> bool:
-        """Take a token or a text."""
         taken = self.matcher.accept_string(what) if isinstance(what, bytes) else self.matcher.accept_token(what)
         self.depth += 1 if taken else 0
         return bool(taken)
@@ -60,20 +59,17 @@ class _Matcher:
         return _Matcher(self.matcher.fork(), self.depth)
 
 
-_Given = dict[int, Items]
-_Chain = tuple[Any, Found] | None  # items found, the last one first
-
-
 @dataclass(slots=True, eq=False)
 class _Thread:
     """One reading: outside of all holes, or in one, at a state of its items. Immutable but for `open`.
 
+    given: by group, what is left of its items. found: the items before the last, and the last; None without any.
     depth: of its matcher, here. open: those that begin a hole here, which are found when they are asked for.
     """
 
     matcher: _Matcher
-    given: _Given
-    found: _Chain
+    given: dict[int, Items]
+    found: tuple[Any, Found] | None
     hole: int = -1
     items: Any = None  # Items, in a hole
     begin: int = 0
@@ -86,7 +82,6 @@ class _Thread:
         self.depth = self.matcher.depth
 
     def after(self, state: int, token: int, matcher: _Matcher | None = None) -> "_Thread":
-        """Return the reading after one more token of the item."""
         return replace(self, state=state, path=(*self.path, token), matcher=matcher or self.matcher)
 
 
@@ -120,11 +115,6 @@ class Composite:
     def is_terminated(self) -> bool:
         """Return whether a stop token has ended the answer."""
         return any(thread.hole < 0 and thread.matcher.matcher.is_terminated() for thread in self._history[-1])
-
-    @property
-    def is_completed(self) -> bool:
-        """Return whether a stop token may follow."""
-        return any(thread.hole < 0 and thread.matcher.matcher.is_completed() for thread in self._history[-1])
 
     @property
     def found(self) -> list[Found]:
@@ -243,12 +233,11 @@ class Composite:
         id."""
         if thread.open is None:
             first, matcher = self._vocabulary.first, thread.matcher
-            taken = [hole for hole in range(len(self._holes)) if matcher.takes(first + hole)]
+            taken = [(number, hole) for number, hole in enumerate(self._holes) if matcher.takes(first + number)]
             if taken and matcher.takes(self._vocabulary.decoy):
                 taken = []
             thread.open = []
-            for number in taken:
-                hole = self._holes[number]
+            for number, hole in taken:
                 items = hole.items
                 if hole.group is not None and not hole.begins:
                     items = thread.given.get(hole.group, items)

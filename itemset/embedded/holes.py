@@ -82,10 +82,10 @@ class Vocabulary:
                 return True
         return False
 
-    def bridges(self, closers: bytes) -> Bridges:
-        """Return the bridges over each of these bytes, with which what follows a hole begins."""
+    def bridges(self, closers: bytes) -> Bridges | None:
+        """Return the bridges over each of these bytes, with which what follows a hole begins; None without any."""
         with self._lock:  # the first request may be many at once, for which one of them looks
-            return self._bridges(closers)
+            return self._bridges(closers) if closers else None
 
     @functools.lru_cache(16)  # noqa: B019 - one object a process
     def _bridges(self, closers: bytes) -> Bridges:
@@ -123,9 +123,6 @@ class Once(Generic[Made]):
             return self._made
 
 
-Bridge = tuple[int, int, bytes]
-"""An item's last token, the token that is it and more, and the text of what is more."""
-
 _REMEMBERED = 1 << 12  # states of a set whose bridges are kept
 
 
@@ -137,7 +134,8 @@ class Closing:
 
     __slots__ = ("_each", "_lasts", "_rests", "_tokens", "others")
 
-    def __init__(self, bridges: Iterable[Bridge], alone: dict[bytes, int]) -> None:
+    def __init__(self, bridges: Iterable[tuple[int, int, bytes]], alone: dict[bytes, int]) -> None:
+        """bridges: of each an item's last token, the token that is it and more, and the text of what is more."""
         self._each = list(bridges)
         known = [(last, token, alone[rest]) for last, token, rest in self._each if rest in alone]
         self._lasts, self._tokens, self._rests = np.array(known, np.int64).reshape(-1, 3).T.copy()
@@ -173,14 +171,13 @@ class Items(Walk):
 
     def __init__(self, item_set: ItemSet) -> None:
         super().__init__(item_set)
-        self.item_set = item_set
         self._all: Items | None = None  # itself; a reference to it would keep the set until Python looks for circles
         self._closing: dict[tuple[int, Bridges], _OfState] = {}
 
     def without(self, tokens: tuple[int, ...]) -> "Items":
         """Return what is left after this item."""
         left = object.__new__(Items)
-        left.item_set, left._all = self.item_set, self._all or self
+        left._all = self._all or self
         left._begin_without(self, tokens)
         return left
 

@@ -63,9 +63,7 @@ class Survey:
         if depth > _DEEPEST:
             raise _too_deep()
         holding = 0
-        for value in node if isinstance(node, list) else ():
-            holding |= self.add(value, depth + 1)
-        for key, value in node.items() if isinstance(node, dict) else ():
+        for key, value in node.items() if isinstance(node, dict) else (("", one) for one in node):
             self._characters += len(str(key))
             below = self.add(value, depth + 1)
             holding |= 0 if key in NO_SCHEMAS else below

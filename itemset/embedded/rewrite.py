@@ -30,9 +30,8 @@ _UNREAD = (
     "not", "if", "then", "else", "contains", "propertyNames", "dependentSchemas", "dependencies", "contentSchema",
 )  # fmt: skip
 # What is not closed goes on to its line's end: to look for that from each of many brackets would take the square.
-_EBNF = re.compile(r'"(?:[^"\\\n]|\\.)*"?|\[(?:[^\]\\\n]|\\.)*\]?|#[^\n]*|//[^\n]*|(?<![\w.-])ItemSet\s*\(')
+_EBNF = re.compile(r'"(?:[^"\\\n]|\\.)*"?|\[(?:[^\]\\\n]|\\.)*\]?|#[^\n]*|//[^\n]*|(?<![\w.-])ItemSet\s*\(\s*')
 _SLATE = 'such as {"item_set": "films", "n": 5, "separator": "\\n"}'
-_SPACES = re.compile(r"\s*")
 GRAMMAR = 1 << 18
 """Characters of the grammar that xgrammar makes of it, with marks in place of the sets."""
 
@@ -63,11 +62,7 @@ class Marker:
         if kind == "ebnf":
             return any(self._places for _ in self._elements(given)) or bool(self._places)
         parsed = self._parsed(given)
-        older = parsed.get("structures") if isinstance(parsed, dict) and kind == "tag" else None
-        for schema in [parsed] if kind == "schema" else [one["schema"] for one in older or () if "schema" in one]:
-            self._whole_schema(schema, "$")
-        if kind == "tag":
-            self._tag(parsed, "$")
+        _ = self._tag(parsed, "$") if kind == "tag" else self._whole_schema(parsed, "$")
         return bool(self._places)
 
     def schema(self, given: Any, **options: Any) -> Marked | None:
@@ -82,17 +77,18 @@ class Marker:
     def tag(self, given: Any) -> Marked | None:
         """Mark a structural tag, of the present form or of the older one with `structures`."""
         tag = self._parsed(given)
+        marked = self._tag(tag, "$")
         if isinstance(tag, dict) and isinstance(tag.get("structures"), list):
             items = []
-            for i, one in enumerate(tag["structures"]):
-                schema = json.dumps(self._whole_schema(one.get("schema") or {}, f"$.structures[{i}].schema"))
+            for one in marked["structures"]:
+                schema = json.dumps(one.get("schema") or {})
                 items.append(xgrammar.StructuralTagItem(begin=one["begin"], schema=schema, end=one["end"]))
             if not self._places:
                 return None
             new = xgrammar.StructuralTag.from_legacy_structural_tag(items, tag["triggers"])
             new.format = new.format.model_copy(update={"at_least_one": bool(tag.get("at_least_one"))})  # SGLang's word
             return self._placed(new.model_dump_json(), lambda: xgrammar.Grammar.from_structural_tag(new), tag)
-        spec = json.dumps(self._tag(tag, "$"))
+        spec = json.dumps(marked)
         return self._placed(spec, lambda: xgrammar.Grammar.from_structural_tag(spec), tag)
 
     def ebnf(self, given: str, parse: Callable[[str], xgrammar.Grammar] = xgrammar.Grammar.from_ebnf) -> Marked | None:
@@ -129,11 +125,11 @@ class Marker:
         self._places.append(place)
         return f"ITEMSET{self._nonce}N{len(self._places) - 1}E"
 
-    def _place(self, node: Mapping[str, Any], path: str, word: str = WORD) -> Place:
-        named = node[word]
+    def _place(self, node: Mapping[str, Any], path: str) -> Place:
+        named = node[WORD]
         if not isinstance(named, str) and not (isinstance(named, list) and set(map(type, named)) == {str}):
             given = "an empty one" if named == [] else shown(named)
-            raise ItemSetError(f"{path}.{word} must be a set's name, or a list of texts, not {given}")
+            raise ItemSetError(f"{path}.{WORD} must be a set's name, or a list of texts, not {given}")
         selection = {key: node[key] for key in SELECTION if node.get(key) is not None}
         for key, value in selection.items():
             if not isinstance(value, dict if key == "item_filter" else list):
@@ -213,7 +209,10 @@ class Marker:
         return True
 
     def _slate(self, node: dict[str, Any], out: dict[str, Any], path: str) -> dict[str, Any]:
-        place, (least, most) = self._place(node["items"], f"{path}.items"), _counts(node, path)
+        place, least, most = self._place(node["items"], f"{path}.items"), node.get("minItems", 0), node.get("maxItems")
+        for name, value in (("minItems", least), ("maxItems", most)):
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+                raise ItemSetError(f"{path}.{name} must be a number of items, not {shown(value)}")
         constant = self._string(dict(node["items"]), f"{path}.items")
         if "const" not in constant:
             raise ItemSetError(f"{path}: distinct items cannot be null: omit uniqueItems, or null")
@@ -251,7 +250,7 @@ class Marker:
             raise ItemSetError(f"{path}.begin {NO_SPACE}")
         out: dict[str, Any] = {}
         for key, value in node.items():
-            if key == "json_schema":
+            if key in ("json_schema", "schema"):  # the latter of the older form
                 out[key] = self._whole_schema(value, f"{path}.{key}")
             else:
                 out[key] = self._tag(value, f"{path}.{key}", "".join(end[:1] for end in ends))
@@ -267,9 +266,8 @@ class Marker:
                 at = match.end()
                 continue
             where = f"ItemSet at character {match.start()}"
-            begin = _SPACES.match(text, match.end()).end()  # type: ignore[union-attr]
             try:
-                given, end = json.JSONDecoder().raw_decode(text, begin)
+                given, end = json.JSONDecoder().raw_decode(text, match.end())
             except ValueError as error:
                 raise ItemSetError(f'{where}: give it the name of a set, as ItemSet("films"): {error}') from error
             close = re.compile(r"\s*\)").match(text, end)
@@ -329,14 +327,6 @@ def _begins_with_item(node: Any) -> bool:
     if node.get("type") == "or":
         return any(map(_begins_with_item, elements))
     return node.get("type") == WORD or (node.get("type") != "tag" and _begins_with_item(elements[0]))
-
-
-def _counts(node: Mapping[str, Any], path: str) -> tuple[int, int | None]:
-    least, most = node.get("minItems", 0), node.get("maxItems")
-    for name, value in (("minItems", least), ("maxItems", most)):
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
-            raise ItemSetError(f"{path}.{name} must be a number of items, not {shown(value)}")
-    return least, most
 
 
 def read_slate(slate: Any) -> tuple[dict[str, Any], int, str]:

@@ -2,17 +2,7 @@
 
 {"region": {"$in": ["DE", "AT"]}, "in_stock": true, "released": {"$gte": "2026-11-14"}}
 
-A query is an object. Its entries must all hold; each is a condition on an attribute, "$and" or "$or" with a list of
-queries, or "$not" with a query. A condition is a value, which means "$eq", or an object of operators that must all
-hold: "$eq", "$ne", "$gt", "$gte", "$lt", "$lte" with a value; "$in", "$nin" with a list of values; "$exists" with true
-or false; "$not" with an object of operators.
-
-A missing value passes "$exists": false, "$ne", "$nin" and whatever "$not" turns around, and nothing else. A list passes
-"$eq", "$in" and the comparisons if one of its strings does, and "$ne" and "$nin" if none of them passes the opposite.
-Values have the attribute's type. Integers and floats take each other's; a value is rounded to a float attribute's type.
-Dates and timestamps take ISO strings ("2026-11-14", "2026-11-14T12:00:00+01:00"): UTC unless they say otherwise, and
-midnight without a time. Strings are in the order of their code points. NaN passes only what a missing value would, and
-"$exists": true.
+docs/library.md says what it may hold, and what passes.
 """
 
 import functools

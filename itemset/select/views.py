@@ -16,7 +16,7 @@ from itemset.item_set import ItemSet, built
 from itemset.opening import from_index
 from itemset.select.filters import leaves, passing
 from itemset.trie import file as index_file
-from itemset.trie.keys import KeyList, Keys, in_item_order
+from itemset.trie.keys import KeyList, Keys, Test, in_item_order
 from itemset.trie.numbering import items_at
 from itemset.trie.rows import as_rows, sort_unique
 from itemset.trie.view import bits_of, dead_of
@@ -84,7 +84,7 @@ def view(
 ) -> ItemSet:
     """Return the set without what does not pass. An item stays if one of its keys does, and has only those keys.
 
-    item_filter: a query over the set's attributes, in the language of `trie.filters`. exclude_keys, only_keys: keys
+    item_filter: a query over the set's attributes, in the language of docs/library.md. exclude_keys, only_keys: keys
         that do not pass, or that alone do. One that the set has not is ignored.
     A filter costs one pass over the attributes and one over the edges, and a bit an edge. Exclusions cost what they
     are long. `only_keys` gives a small set of its own, without attributes.
@@ -134,10 +134,7 @@ def filtered(base: ItemSet, passes: NDArray[np.bool_], why: Callable[[], str] = 
         raise _nothing_left(why())
     alive, terminal = bits_of(whole.trie.tables, lives)
     packed = np.packbits(passes, bitorder="little")
-
-    def test(at: NDArray[Any]) -> NDArray[np.bool_]:
-        return packed[at >> 3] >> (at & 7).astype(np.uint8) & 1 != 0  # type: ignore[no-any-return]
-
+    test: Test = lambda at: packed[at >> 3] >> (at & 7).astype(np.uint8) & 1 != 0  # noqa: E731
     keys = replace(whole._keys, base=whole._keys, test=test, own_bytes=packed.nbytes)
     return View(whole, {"alive": alive, "terminal": terminal}, items, keys=keys)
 
@@ -160,7 +157,7 @@ def without(base: ItemSet, places: NDArray[np.int64]) -> ItemSet:
     if len(numbers) >= len(base):
         raise _nothing_left(f"exclude_keys leaves 0 of the {len(base):,} items")
     before = base._keys.passes
-    test: Callable[[NDArray[Any]], NDArray[np.bool_]] = lambda at: before(at) & ~np.isin(at, places)  # noqa: E731
+    test: Test = lambda at: before(at) & ~np.isin(at, places)  # noqa: E731
     keys = replace(base._keys, base=base._keys, test=test, own_bytes=places.nbytes)
     whole = base.whole
     dead = dead_of(base.trie.tables, whole.trie.tables, whole._terminal_rank, numbers)

@@ -27,7 +27,7 @@ from itemset.serving.private_copies import delete_unused, open_copy
 from itemset.serving.wire import VERSION, Prepare, SetRef, part_of, version_of, version_reference
 
 OVERHEAD = 4_000  # bytes of Python objects around an open set, as measured: docs/serving.md
-ROUNDING = 128  # bytes of an arena that an array, or a set, takes more at most
+_ROUNDING = 128  # bytes of an arena that an array, or a set, takes more at most
 _KEPT = 2  # versions of a set that stay open
 
 
@@ -46,11 +46,6 @@ class Opened:
     name: str
     version: str
     item_set: ItemSet
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that it takes in an arena, at most."""
-        return sum(array.nbytes + ROUNDING for array in self.item_set.resident.values()) + ROUNDING
 
     @property
     def reference(self) -> str:
@@ -101,8 +96,8 @@ class Catalogue:
 
     What came with requests is kept until newer sets need the room, and known for as long as anybody holds it.
 
-    serving: the current version of each registered set. registered: the current sets by name. Both are new objects
-    whenever that changes. inline_bytes: of what came with requests and is cached.
+    serving: the current version of each registered set, which requests get, by name. registered: these sets alone. Both
+    are new objects whenever that changes. inline_bytes: of what came with requests and is cached.
     """
 
     def __init__(self, config: StaticConfig) -> None:
@@ -110,9 +105,8 @@ class Catalogue:
         do, but for a set of `item_set_dir`: that is not served."""
         self._config = config
         self._files = {name for name in config.item_sets if not os.path.isdir(config.where(name))}
-        self.serving: tuple[Opened, ...] = ()
+        self.serving: Mapping[str, Opened] = {}
         self.registered: Mapping[str, ItemSet] = {}
-        self._current: Mapping[str, Opened] = {}  # by name
         self._open: dict[str, list[Opened]] = {}  # by set: those that stay open, the current one last
         self._opening: dict[tuple[str, str], Future[Opened]] = {}  # by set and version: begun, and not served yet
         self._known: WeakValueDictionary[str, ItemSet] = WeakValueDictionary()  # registered ones, by reference
@@ -197,19 +191,14 @@ class Catalogue:
         versions = [one.version for one in closed]
         for reference in [one for one in self._inline if version_of(one)[0] in versions]:
             self.inline_bytes -= self._inline.pop(reference).nbytes
-        self.serving = tuple(opened[-1] for opened in self._open.values())
-        self._current = {opened.name: opened for opened in self.serving}
-        self.registered = {opened.name: opened.item_set for opened in self.serving}
+        self.serving = {name: opened[-1] for name, opened in self._open.items()}
+        self.registered = {name: opened.item_set for name, opened in self.serving.items()}
         return versions
 
     def open_sets(self) -> set[str]:
         """Return the digests of the sets whose versions stay open."""
         with self._lock:
             return {one.item_set.digest for opened in self._open.values() for one in opened}
-
-    def current(self, name: str) -> Opened | None:
-        """Return the version that requests for this set get; None if there is no such name."""
-        return self._current.get(name)
 
     def follows(self, name: str) -> bool:
         """Return whether this is a published set, which may change, and no file."""
@@ -219,7 +208,9 @@ class Catalogue:
         """Bytes of an arena: for the registered sets, for inline ones, and for a next version of a followed set."""
         headroom = self._config.item_set_headroom
         if headroom is None:
-            headroom = max((one.nbytes for one in self.serving if self.follows(one.name)), default=0)
+            followed = [one.resident.values() for name, one in self.registered.items() if self.follows(name)]
+            sizes = (sum(array.nbytes + _ROUNDING for array in arrays) + _ROUNDING for arrays in followed)
+            headroom = max(sizes, default=0)
         return arena_bytes(self.registered.values(), self._config.inline_set_memory + headroom)
 
     # References
@@ -245,7 +236,7 @@ class Catalogue:
         """Return the reference of what a request for this set gets. Raises RefusedError if there is none."""
         # To look a name up takes its time, of a name of megabytes too long.
         known = len(name) <= max(map(len, self.registered), default=0)
-        if (opened := self.current(name) if known else None) is None:
+        if (opened := self.serving.get(name) if known else None) is None:
             raise self.unknown(name)
         return opened.reference
 
@@ -329,7 +320,7 @@ def with_versions(options: Mapping[str, Any]) -> dict[str, Any]:
     config = StaticConfig.of(options)
     if config.item_set_versions is not None or not (config.item_sets or config.item_set_dir):
         return dict(options)
-    opened = Catalogue(config).serving
-    if opened:
+    serving = Catalogue(config).serving
+    if serving:
         delete_unused(config.item_set_cache)
-    return {**options, "item_set_versions": {one.name: one.version for one in opened}}
+    return {**options, "item_set_versions": {name: one.version for name, one in serving.items()}}

@@ -21,8 +21,7 @@ BACKEND = "static"
 Paths = Literal["auto", "device", "host"]
 Switch = Literal["auto", "on", "off"]
 _Path = Annotated[str, Meta(min_length=1)]
-_Bytes = Annotated[int, Meta(ge=0)]
-_Beams = Annotated[int, Meta(ge=0)]
+_Count = Annotated[int, Meta(ge=0)]
 _Rows = Annotated[int, Meta(ge=1)]
 FLAGS = ("item_set_path", "item_set_dir")
 """The flags that are options by the same name."""
@@ -68,7 +67,7 @@ class StaticConfig(msgspec.Struct, frozen=True, kw_only=True):
     item_sets: dict[str, str] = {}
     item_set_dir: Annotated[_Path | None, Meta(description="the path of a folder")] = None
     item_set_refresh_seconds: Annotated[float, Meta(ge=0.01, description="a number of seconds from 0.01")] = 1.0
-    item_set_headroom: Annotated[_Bytes | None, Meta(description="a number of bytes")] = None
+    item_set_headroom: Annotated[_Count | None, Meta(description="a number of bytes")] = None
     item_key_limit: Annotated[int, Meta(ge=0, description="a whole number of keys")] = 10_000
     inline_item_limit: Annotated[int, Meta(ge=0, description="a whole number of items")] = 100_000
     inline_text_limit: Annotated[int, Meta(ge=0, description="a whole number of characters")] = 10_000_000
@@ -78,7 +77,7 @@ class StaticConfig(msgspec.Struct, frozen=True, kw_only=True):
     item_set_kernels: Annotated[Kernels, Meta(description="one of auto, numba, triton")] = "auto"
     ranked_list_limit: Annotated[int, Meta(ge=0, description="a whole number of beams")] = 1_000
     ranked_list_passes: Annotated[int, Meta(ge=0, description="a whole number of forward passes")] = 10_000
-    ranked_list_beams: Annotated[_Beams | None, Meta(description="a whole number of beams")] = None
+    ranked_list_beams: Annotated[_Count | None, Meta(description="a whole number of beams")] = None
     max_list_rows_per_step: Annotated[_Rows | None, Meta(description="a whole number of rows from 1")] = None
     item_set_list_graphs: Annotated[Switch, Meta(description="one of auto, on, off")] = "auto"
     item_set_narrow_head: Annotated[Switch, Meta(description="one of auto, on, off")] = "auto"

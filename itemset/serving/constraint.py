@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import xgrammar
 
-from itemset.embedded.holes import Hole, Items, Vocabulary
 from itemset.embedded.placement import Place
 from itemset.serving.catalogue import InlineSet
 
@@ -53,10 +52,6 @@ class Constraint:
             [one.made.reference, one.closers.decode("latin-1"), one.place.group, one.place.begins] for one in self.holes
         ]
         return ENVELOPE + json.dumps([self.grammar, holes])
-
-
-def hole(vocabulary: Vocabulary, items: Items, closers: bytes, group: int | None, begins: bool) -> Hole:
-    return Hole(items, vocabulary.bridges(closers) if closers else None, group, begins)
 
 
 def after(mark: Sequence[int], tokens: Sequence[int]) -> Sequence[int]:

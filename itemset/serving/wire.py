@@ -98,7 +98,6 @@ class EngineRequest(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.item_set.reference if self.item_set else ""
 
     def but(self, **changes: Any) -> "EngineRequest":
-        """Return the same with some fields changed."""
         return msgspec.structs.replace(self, **changes)
 
     def weighs_at(self, temperature: float) -> float:
@@ -173,8 +172,7 @@ class ListResult(msgspec.Struct, omit_defaults=True):
         """
         if table is None or table.shape[1] == 1:
             return cls(reason=NoList.HOST_PATH if table is None else REASONS[int(table[0, 0])])
-        proven, passes, rounds = table[0, :3].astype(int).tolist()
-        beams = int(table[0, 3]) if table.shape[1] >= HEAD else None
+        proven, passes, rounds, beams = table[0, :HEAD].astype(int).tolist()
         items = [list(_items(rows)) for rows in np.split(table[1:], max(1, races))]
         return cls(items, bool(proven), passes, rounds, beams=beams)
 
@@ -230,7 +228,6 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 def version_reference(version: str, name: str) -> str:
-    """Return the reference of a version of a registered set."""
     return f"{VERSION}{version}@{name}"
 
 

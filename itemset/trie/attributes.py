@@ -31,12 +31,10 @@ def kind_of(kind: Any) -> str:
 
 
 def is_text(kind: Any) -> bool:
-    """Return whether a type is one of Arrow's strings."""
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
 
 
 def is_list(kind: Any) -> bool:
-    """Return whether a type is one of Arrow's lists."""
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
 
 

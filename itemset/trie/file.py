@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -66,8 +67,6 @@ class Header:
 
 
 def _encode(header: Header, arrays: dict[str, NDArray[Any]]) -> Iterator[bytes | memoryview]:
-    import msgspec
-
     parts = {name: np.ascontiguousarray(array).view(np.uint8).data for name, array in arrays.items()}
     sections, size = [], 0
     for name, array in arrays.items():
@@ -90,7 +89,6 @@ def _aligned(offset: int) -> int:
 
 
 def to_bytes(header: Header, arrays: dict[str, NDArray[Any]]) -> bytes:
-    """Return the whole file as bytes."""
     return b"".join(_encode(header, arrays))
 
 
@@ -219,8 +217,6 @@ def _header_size(prelude: bytes) -> int:
 
 def _parse_header(start: bytes, length: int, name: str) -> Header:
     """Return the header of a file of `length` bytes. start: its prelude and header."""
-    import msgspec
-
     if start[: len(MAGIC)] != MAGIC[: len(start)] or not start:
         raise ItemSetError(f"{name} is not an item-set index: give a file that `itemset build` wrote")
     if len(start) < _PRELUDE.size:

@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from itemset.errors import AGAIN, ItemSetError, shown
 from itemset.trie.pointers import compiled
 
 KeyList = Iterable[int] | Iterable[str] | NDArray[Any]
+Test = Callable[[NDArray[Any]], NDArray[np.bool_]]  # which of these places pass
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,14 @@ class Keys:
     starts: NDArray[np.uint32] | None = None
 
     base: "Keys | None" = None
-    test: Callable[[NDArray[Any]], NDArray[np.bool_]] | None = None
+    test: Test | None = None
     own_bytes: int = 0
 
     def first(self, numbers: NDArray[np.int64]) -> NDArray[np.int64] | list[str]:
         """Return the first key of each of these items."""
         if self.test is not None and self.starts is not None:
-            starts = np.cumsum([0, *map(len, every := self.every(numbers))])
-            return _taken(pa.array(chain.from_iterable(every), self.values.type), starts[:-1])
+            first = pa.array([keys[0] for keys in self.every(numbers)], self.values.type)
+            return _taken(first, np.arange(len(first)))
         return _taken(self.values, numbers if self.starts is None else self.starts[numbers])
 
     def every(self, numbers: NDArray[np.int64]) -> list[list[int | str]]:
@@ -75,13 +75,19 @@ class Keys:
         Raises ItemSetError for keys of another type, or for one key in place of a list.
         """
         values = _as_keys_of(self.values, given)
-        places = self.index.places_of(values) if len(values) else np.zeros(0, np.int64)
+        found = _find(*self._index, *_columns(values), len(values)) if len(values) else []
+        places = np.unique(np.array(found, np.int64))
         return places[self.passes(places)]
 
     @functools.cached_property
-    def index(self) -> "KeyIndex":
-        """Return what finds keys. Making it takes 0.1 s for a million keys, once."""
-        return KeyIndex(self.values) if self.base is None else self.base.index
+    def _index(self) -> tuple[NDArray[np.int64], NDArray[np.uint8], NDArray[np.uint32]]:
+        """Return a hash table that finds keys, of 6 to 11 bytes a key. Making it takes 0.1 s for a million, once."""
+        if self.base is not None:
+            return self.base._index
+        numbers, text = _columns(self.values)
+        slots = np.zeros(1 << max(3, (len(numbers) * 4 // 3).bit_length()), np.uint32)
+        _insert(numbers, text, len(self.values), slots)
+        return numbers, text, slots
 
     def gone(self, removed: KeyList, *, missing_ok: bool) -> NDArray[np.bool_]:
         """Return which places hold a key that is removed.
@@ -123,7 +129,6 @@ class Keys:
         return np.ones(len(places), np.bool_) if self.test is None else self.test(places)
 
     def to_sections(self) -> dict[str, NDArray[Any]]:
-        """Return the arrays that hold the keys in a file."""
         return values_to_sections(self.values) | ({} if self.starts is None else {"key_starts": self.starts})
 
     @staticmethod
@@ -220,19 +225,6 @@ def _as_keys_of(keys: pa.Array, given: KeyList) -> pa.Array:
 _TABLE = 1 << 20  # entries that a table of integers may always have
 
 
-class KeyIndex:
-    """Where each key stands among the keys of a set: 6 to 11 bytes a key."""
-
-    def __init__(self, keys: pa.Array) -> None:
-        self._columns = _columns(keys)
-        self._slots = np.zeros(1 << max(3, (len(self._columns[0]) * 4 // 3).bit_length()), np.uint32)
-        _insert(*self._columns, self._slots)
-
-    def places_of(self, given: pa.Array) -> NDArray[np.int64]:
-        """Return every place of the given keys, of the same kind as the set's: ascending and distinct."""
-        return np.unique(np.array(_find(*self._columns, self._slots, *_columns(given)), np.int64))
-
-
 def are_among(array: pa.Array, values: pa.Array) -> NDArray[np.bool_]:
     """Return which values of an array are among some of its type; a missing one is not.
 
@@ -299,9 +291,9 @@ def _columns(keys: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
 
 
 @compiled
-def _insert(numbers, text, slots):  # type: ignore[no-untyped-def]
+def _insert(numbers, text, count, slots):  # type: ignore[no-untyped-def]
     mask = np.uint64(len(slots) - 1)
-    for i in range(_count(numbers, text)):
+    for i in range(count):
         at = _hash(numbers, text, i) & mask
         while slots[at]:
             at = (at + np.uint64(1)) & mask
@@ -309,11 +301,10 @@ def _insert(numbers, text, slots):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _find(numbers, text, slots, given, given_text):  # type: ignore[no-untyped-def]
+def _find(numbers, text, slots, given, given_text, count):  # type: ignore[no-untyped-def]
     mask = np.uint64(len(slots) - 1)
-    places = [np.int64(0)]
-    places.clear()
-    for i in range(_count(given, given_text)):
+    places = [np.int64(0) for _ in range(0)]
+    for i in range(count):
         at = _hash(given, given_text, i) & mask
         while slots[at]:  # a key may be there several times, one after another
             place = np.int64(slots[at]) - 1
@@ -321,11 +312,6 @@ def _find(numbers, text, slots, given, given_text):  # type: ignore[no-untyped-d
                 places.append(place)
             at = (at + np.uint64(1)) & mask
     return places
-
-
-@compiled
-def _count(numbers, text):  # type: ignore[no-untyped-def]
-    return len(numbers) - 1 if len(text) else len(numbers)
 
 
 @compiled

@@ -106,7 +106,7 @@ def ready_masks(trie: Trie) -> NDArray[np.uint32]:
     32 * `first word` on, is set if a walk may take an edge with token t. Of a view, its own. Empty without such a node.
     """
     tables, end, deepest = trie.tables, 0, 0
-    most = max(trie.nbytes // _SHARE if tables.whole else 0, _LEAST) // 4
+    most = max(0 if len(tables.alive) else trie.nbytes // _SHARE, _LEAST) // 4
     low, high, first_word, width = np.iinfo(np.int64).max, 0, 0, 0
     for nodes in trie.level_nodes:
         begin, end = end, end + nodes

@@ -7,11 +7,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from itemset.errors import AGAIN, ItemSetError
-from itemset.trie.pointers import compiled, count_ones, element, first_edge, label, load32
+from itemset.trie.pointers import compiled, count_ones, element, first_from, label, load32
 from itemset.trie.rows import Rows, grown
 from itemset.trie.tables import Tables, Trie
 from itemset.trie.targets import is_leaf, nodes_before
-from itemset.trie.walk import END, TAIL, advance, find_edge, follow, is_terminal, mark, tail_token, token_runs
+from itemset.trie.walk import END, TAIL, advance, find_edge, follow, is_terminal, tail_token
 
 
 def numbers_of(tables: Tables, whole: Tables, terminal_rank: NDArray[np.uint32], rows: Rows) -> NDArray[np.int64]:
@@ -46,21 +46,38 @@ def rank_terminals(terminal: NDArray[np.uint32]) -> NDArray[np.uint32]:
 
 def token_ids(trie: Trie) -> NDArray[np.int64]:
     """Return every token id that occurs in an item, ascending."""
-    ids = 1 << trie.tables.token_bits
-    runs = token_runs(trie.tables, trie.tail_tokens)
-    if ids > max(1 << 16, 8 * (len(trie.tables.labels) + trie.tail_tokens)):  # few tokens, some with high ids
-        return np.unique(np.concatenate(list(runs))).astype(np.int64)
+    tables, ids = trie.tables, 1 << trie.tables.token_bits
+    if ids > max(1 << 16, 8 * (len(tables.labels) + trie.tail_tokens)):  # few tokens, some with high ids
+        tails = np.empty(trie.tail_tokens, np.uint32)
+        _read_tails(tables.pointers, tails)
+        return np.unique(np.concatenate((tables.labels, tails))).astype(np.int64)
     seen = np.zeros(ids, np.bool_)
-    for run in runs:
-        mark(seen, run)
+    _mark_tokens(tables.pointers, trie.tail_tokens, seen)
     return np.flatnonzero(seen)
+
+
+@compiled
+def _read_tails(tables, tokens):  # type: ignore[no-untyped-def]
+    for position in range(len(tokens)):
+        tokens[position] = tail_token(tables, TAIL + position)
+
+
+@compiled
+def _mark_tokens(tables, tail_tokens, seen):  # type: ignore[no-untyped-def]
+    """Set seen[token], [ids] bool, for each token of an edge or a tail. Safe whatever the tables hold."""
+    for edge in range(tables.edges):
+        token = label(tables, edge)
+        if token < len(seen):
+            seen[token] = True
+    for position in range(tail_tokens):
+        token = tail_token(tables, TAIL + position)
+        if token >= 0:
+            seen[token] = True
 
 
 @compiled
 def terminals_before(tables, terminal_rank, node):  # type: ignore[no-untyped-def]
     """Count the nodes before `node` at which an item ends."""
-    if terminal_rank[-1] == 0:
-        return np.int64(0)
     word = node >> 5
     before = load32(tables.terminal, word) & ((np.int64(1) << (node & 31)) - 1)
     return np.int64(terminal_rank[word]) + count_ones(before)
@@ -116,14 +133,7 @@ def nth_edge(tables, nth, leaf):  # type: ignore[no-untyped-def]
 @compiled
 def node_of(tables, edge):  # type: ignore[no-untyped-def]
     """Return the node whose row holds `edge`."""
-    low, high = np.int64(0), tables.nodes
-    while high - low > 1:
-        middle = (low + high) >> 1
-        if first_edge(tables, middle) <= edge:
-            low = middle
-        else:
-            high = middle
-    return low
+    return first_from(tables.row_offsets, 4, np.int64(1), tables.nodes, edge + 1) - 1
 
 
 @compiled

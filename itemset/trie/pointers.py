@@ -96,7 +96,6 @@ store16, store32, store64 = _store(16), _store(32), _store(64)
 
 @intrinsic
 def count_ones(_typing: Any, _word: Any) -> Any:
-    """Return how many bits of an integer are set."""
     return types.int64(types.int64), lambda _context, builder, _signature, arguments: builder.ctpop(arguments[0])
 
 
@@ -137,6 +136,18 @@ def put_element(address, size, index, value):  # type: ignore[no-untyped-def]
         store16(address, index, value)
     else:
         store32(address, index, value)
+
+
+@compiled
+def first_from(address, size, low, high, value):  # type: ignore[no-untyped-def]
+    """Return the first of the elements low .. high - 1, which ascend, that is no less than `value`; else `high`."""
+    while low < high:
+        middle = (low + high) >> 1
+        if element(address, size, middle) < value:
+            low = middle + 1
+        else:
+            high = middle
+    return low
 
 
 @compiled

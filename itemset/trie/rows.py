@@ -66,7 +66,6 @@ class Rows:
 
 
 def joined(first: Rows, second: Rows) -> Rows:
-    """Return the rows of both."""
     tokens, width = np.concatenate((first.tokens, second.tokens)), first.layout[1]
     if width and width == second.layout[1]:
         return Rows(tokens, width=width)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from itemset.errors import ItemSetError
 from itemset.trie import targets
 from itemset.trie.pointers import Pointers, compiled, element, or32, put_element, set_bit, store32
-from itemset.trie.rows import Rows, bounds
+from itemset.trie.rows import Rows, bounds, token_dtype
 from itemset.trie.targets import BLOCK, MAX_TAIL_TOKENS, NO_BLOCK, put_leaf, set_bases
 
 Room = Callable[[int, Any], NDArray[Any]]  # makes zeros: how many, of which type
@@ -77,11 +77,6 @@ class Tables:
         return Tables, tuple(getattr(self, one.name) for one in fields(self) if one.init)
 
     @property
-    def whole(self) -> bool:
-        """Return whether these are a set's own tables, not a view of them."""
-        return not len(self.alive) and not len(self.dead)
-
-    @property
     def counted(self) -> bool:
         """Return whether `targets` are counted, not stored."""
         return self.targets.itemsize == 8
@@ -133,14 +128,16 @@ def build_trie(rows: Rows, lcp: NDArray[np.uint16], room: Room = np.zeros) -> tu
     token_bits = max(1, int(rows.tokens.max()).bit_length())
     length = longest if shortest == longest else 0
     target_type = targets.type_of_targets(length, levels_of(per_level), longest_tail)
-    tables, starts = allocate(per_level, token_bits, rows.tokens.dtype, target_type, length, room)
+    tables, starts = allocate(per_level, token_bits, target_type, length, room)
     members = room(len(rows), np.uint32)
     fill(*rows.cells, lcp, starts, tables.pointers, members)
-    tables = replace(tables, far_block=int(set_bases(tables.pointers)))
+    set_bases(tables.pointers)
     for array in tables.sections.values():
         array.flags.writeable = False
     nodes, edges = (tuple(per_level[count, : levels_of(per_level)].tolist()) for count in (NODES, EDGES))
-    return Trie(tables, len(rows), shortest, longest, nodes, edges, int(per_level[TAIL_TOKENS].sum())), members
+    tail_tokens = int(per_level[TAIL_TOKENS].sum())
+    tables = replace(tables, far_block=targets.far_block_of(tables.targets, tables.tail_base, tail_tokens))
+    return Trie(tables, len(rows), shortest, longest, nodes, edges, tail_tokens), members
 
 
 NODES, EDGES, LEAVES, TAIL_TOKENS, TERMINALS = range(5)
@@ -153,8 +150,24 @@ def levels_of(per_level: NDArray[np.int64]) -> int:
     return int(np.count_nonzero(per_level[EDGES]))
 
 
+def shapes(
+    nodes: int, edges: int, levels: int, tail_tokens: int, token_bits: int, target_type: Any
+) -> dict[str, tuple[int, Any]]:
+    """Return how many elements each of SECTIONS has, and of which type."""
+    counted, blocks = np.dtype(target_type).itemsize == 8, -(-edges // BLOCK)
+    return {
+        "row_offsets": (nodes + 1, np.uint32),
+        "terminal": (-(-nodes // 32), np.uint32),
+        "labels": (edges, token_dtype((1 << token_bits) - 1)),
+        "targets": (-(-edges // 64) if counted else edges, target_type),
+        "node_base": (blocks, np.uint32),
+        "tail_base": (targets.OF_A_LEVEL * levels if counted else blocks, np.uint32),
+        "tails": (-(-tail_tokens * (token_bits + 1) // 32) + 1, np.uint32),
+    }
+
+
 def allocate(
-    per_level: NDArray[np.int64], token_bits: int, label_type: Any, target_type: Any, length: int, room: Room = np.zeros
+    per_level: NDArray[np.int64], token_bits: int, target_type: Any, length: int, room: Room = np.zeros
 ) -> tuple[Tables, NDArray[np.int64]]:
     """Return tables for what `count` has counted, and for each level where `fill` begins.
 
@@ -167,20 +180,9 @@ def allocate(
     for name, total, limit in each:
         if total > limit:
             raise ItemSetError(f"the set needs {total:,} {name}, the limit is {limit:,}: split the set")
-    target_size, tail_bases = targets.sizes(target_type, edges, levels_of(per_level))
-    tables = Tables(
-        row_offsets=room(nodes + 1, np.uint32),
-        terminal=room(-(-nodes // 32), np.uint32),
-        labels=room(edges, label_type),
-        targets=room(target_size, target_type),
-        node_base=room(-(-edges // BLOCK), np.uint32),
-        tail_base=room(tail_bases, np.uint32),
-        tails=room(-(-tail_tokens * (token_bits + 1) // 32) + 1, np.uint32),
-        alive=NONE,
-        dead=NONE,
-        token_bits=token_bits,
-        far_block=NO_BLOCK,
-    )
+    sections = shapes(nodes, edges, levels_of(per_level), tail_tokens, token_bits, target_type)
+    arrays = {name: room(*shape) for name, shape in sections.items()}
+    tables = Tables(**arrays, alive=NONE, dead=NONE, token_bits=token_bits, far_block=NO_BLOCK)
     starts = np.cumsum(per_level, axis=1) - per_level
     if tables.counted:
         targets.set_levels(tables.tail_base, starts[[EDGES, LEAVES, TAIL_TOKENS]], length)

@@ -35,15 +35,8 @@ def type_of_targets(length: int, levels: int, longest_tail: int) -> type[np.unsi
     return np.uint32 if longest_tail * (BLOCK - 1) >= 0x7FFF else np.uint16
 
 
-def sizes(dtype: Any, edges: int, levels: int) -> tuple[int, int]:
-    """Return the lengths of `targets` and of `tail_base`."""
-    if np.dtype(dtype).itemsize == 8:
-        return -(-edges // 64), OF_A_LEVEL * levels
-    return edges, -(-edges // BLOCK)
-
-
 def far_block_of(targets: NDArray[Any], tail_base: NDArray[np.uint32], tail_tokens: int) -> int:
-    """Return `Tables.far_block`, which a file does not hold."""
+    """Return `Tables.far_block`: only there a block's base, modulo 2^32, is less than the one before."""
     if tail_tokens <= FAR or targets.itemsize == 8:
         return NO_BLOCK
     descends = np.flatnonzero(tail_base[1:] < tail_base[:-1])
@@ -129,23 +122,18 @@ def put_leaf(tables, edge, tail):  # type: ignore[no-untyped-def]
     if tables.target_bytes == 8:
         set_bit(tables.targets, edge)
     else:
-        _store(tables, edge, (np.int64(1) << (tables.target_bytes * 8 - 1)) | tail)
-
-
-@compiled
-def _store(tables, edge, target):  # type: ignore[no-untyped-def]
-    put_element(tables.targets, tables.target_bytes, edge, target)
+        put_element(tables.targets, tables.target_bytes, edge, np.int64(1) << (tables.target_bytes * 8 - 1) | tail)
 
 
 @compiled
 def set_bases(tables):  # type: ignore[no-untyped-def]
-    """Finish what `put_leaf` began, all but the levels' words of counted targets. Return `Tables.far_block`."""
-    node, tail, base, far_block = np.int64(1), np.int64(0), np.int64(0), NO_BLOCK
+    """Finish what `put_leaf` began, all but the levels' words of counted targets."""
+    node, tail, base = np.int64(1), np.int64(0), np.int64(0)
     if tables.target_bytes == 8:
         for block in range((tables.edges + 31) >> 5):
             store32(tables.node_base, block, node)
             node += min(32, tables.edges - block * 32) - count_ones(load32(tables.targets, block))
-        return far_block
+        return
     leaf = np.int64(1) << (tables.target_bytes * 8 - 1)
     first = np.int64(0)
     for edge in range(tables.edges):
@@ -154,18 +142,15 @@ def set_bases(tables):  # type: ignore[no-untyped-def]
             first, base = node, tail
             store32(tables.node_base, block, node)
             store32(tables.tail_base, block, tail)
-            if tail >= FAR:
-                far_block = min(far_block, block)
         mark = _stored(tables, edge)
         if mark & leaf == 0:
-            _store(tables, edge, node - first)
+            put_element(tables.targets, tables.target_bytes, edge, node - first)
             node += 1
         elif mark == leaf:
-            _store(tables, edge, 2 * leaf - 1)
+            put_element(tables.targets, tables.target_bytes, edge, 2 * leaf - 1)
         else:
-            _store(tables, edge, leaf | (tail - base))
+            put_element(tables.targets, tables.target_bytes, edge, leaf | (tail - base))
             tail += mark - leaf
-    return far_block
 
 
 def set_levels(tail_base: NDArray[np.uint32], before: NDArray[np.int64], length: int) -> None:

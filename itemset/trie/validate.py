@@ -7,10 +7,12 @@ import numpy as np
 
 from itemset.trie.file import pieces
 from itemset.trie.pointers import bit, compiled, first_edge, label, load32
-from itemset.trie.rows import MAX_ITEM_TOKENS, token_dtype
-from itemset.trie.tables import Tables, Trie
-from itemset.trie.targets import BLOCK, MAX_TAIL_TOKENS, set_levels, sizes, tails_of, type_of_targets
+from itemset.trie.rows import MAX_ITEM_TOKENS
+from itemset.trie.tables import Tables, Trie, shapes
+from itemset.trie.targets import MAX_TAIL_TOKENS, set_levels, tails_of, type_of_targets
 from itemset.trie.walk import END, TAIL, follow, tail_entry
+
+_DTYPES = {"uint16", "uint32", "uint64"}
 
 
 def check_shapes(trie: Trie) -> None:
@@ -29,19 +31,10 @@ def check_shapes(trie: Trie) -> None:
         if not holds:
             raise ValueError(f"its header counts {what}")
     nodes, edges = sum(trie.level_nodes), sum(trie.level_edges)
-    targets, tail_bases = sizes(tables.targets.dtype, edges, levels)
-    expected = {
-        "row_offsets": (nodes + 1, {"uint32"}),
-        "terminal": (-(-nodes // 32), {"uint32"}),
-        "labels": (edges, {token_dtype((1 << tables.token_bits) - 1).__name__}),
-        "targets": (targets, {"uint16", "uint32", "uint64"}),
-        "node_base": (-(-edges // BLOCK), {"uint32"}),
-        "tail_base": (tail_bases, {"uint32"}),
-        "tails": (-(-trie.tail_tokens * (tables.token_bits + 1) // 32) + 1, {"uint32"}),
-    }
-    for field, (count, dtypes) in expected.items():
+    expected = shapes(nodes, edges, levels, trie.tail_tokens, tables.token_bits, tables.targets.dtype)
+    for field, (count, dtype) in expected.items():
         array = getattr(tables, field)
-        if len(array) != count or array.dtype.name not in dtypes:
+        if len(array) != count or array.dtype != dtype or array.dtype.name not in _DTYPES:
             raise ValueError(f"section {field} does not fit the header")
     if tables.counted:
         _check_levels(trie)

@@ -3,13 +3,12 @@
 Safe whatever the tables hold, but for `row_offsets`, which are checked when a file is opened.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from itemset.trie.pointers import bit, bits_from, compiled, first_edge, label, load32
+from itemset.trie.pointers import bit, bits_from, compiled, first_edge, first_from, label, load32
 from itemset.trie.tables import TERMINAL, Tables
 from itemset.trie.targets import is_leaf, node_at, tail_at
 
@@ -49,24 +48,12 @@ def follow(tables, edge):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def first_from(tables, low, high, token):  # type: ignore[no-untyped-def]
-    """Return the first of these edges of a row, low .. high - 1, whose label is no less than `token`; else `high`."""
-    while low < high:
-        middle = (low + high) >> 1
-        if label(tables, middle) < token:
-            low = middle + 1
-        else:
-            high = middle
-    return low
-
-
-@compiled
 def find_edge(tables, state, token):  # type: ignore[no-untyped-def]
     """Return the edge of node `state` that carries `token`, or -1."""
     if state < 0 or state >= tables.nodes:
         return np.int64(-1)
     end = min(first_edge(tables, state + 1), tables.edges)
-    edge = first_from(tables, first_edge(tables, state), end, token)
+    edge = first_from(tables.labels, tables.label_bytes, first_edge(tables, state), end, token)
     return edge if edge < end and label(tables, edge) == token and is_alive(tables, edge) else np.int64(-1)
 
 
@@ -88,14 +75,7 @@ def is_dead(tables, entry):  # type: ignore[no-untyped-def]
 @compiled
 def first_dead(tables, entry):  # type: ignore[no-untyped-def]
     """Return how many entries of `dead` come before this one."""
-    low, high = np.int64(0), tables.dead_count
-    while low < high:
-        middle = (low + high) >> 1
-        if load32(tables.dead, middle) < entry:
-            low = middle + 1
-        else:
-            high = middle
-    return low
+    return first_from(tables.dead, 4, np.int64(0), tables.dead_count, entry)
 
 
 @compiled
@@ -123,30 +103,6 @@ def tail_entry(tables, position):  # type: ignore[no-untyped-def]
     if position < 0 or (at >> 5) + 1 >= tables.tail_words:
         return np.int64(-1)
     return bits_from(tables.tails, at, width)
-
-
-@compiled
-def _read_tails(tables, position, tokens):  # type: ignore[no-untyped-def]
-    """Fill in the tokens of the tails from a position on, all of which are there."""
-    for i in range(len(tokens)):
-        tokens[i] = tail_token(tables, TAIL + position + i)
-
-
-@compiled
-def mark(seen, tokens):  # type: ignore[no-untyped-def]
-    """Set seen[token], [ids] bool, for each token that is among the ids."""
-    for token in tokens:
-        if token < len(seen):
-            seen[token] = True
-
-
-def token_runs(tables: Tables, tail_tokens: int) -> Iterator[NDArray[Any]]:
-    """Yield every token that the tables hold, in runs: the edges', then the tails'."""
-    yield tables.labels
-    for position in range(0, tail_tokens, 1 << 20):
-        run = np.empty(min(tail_tokens - position, 1 << 20), np.uint32)
-        _read_tails(tables.pointers, position, run)
-        yield run
 
 
 def children(tables: Tables, state: int) -> tuple[NDArray[Any], bool]:

@@ -145,8 +145,8 @@ class StaticBackend:
             self._check_room(manager.scheduler, request, item_set)
 
         def compiled() -> Any:
-            begin = partial(self._grammars.get(spec, sets.__getitem__).begin, stops)
-            return compat.after_reasoning(manager, request, StaticGrammar(begin))
+            shared = self._grammars.get(spec, sets.__getitem__)
+            return compat.after_reasoning(manager, request, StaticGrammar(lambda: Composite(*shared.get(), stops)))
 
         self._figures.admitted("host")
         compat.compile_later(manager, request, WIRE, compiled, self._grammars.threads(spec))

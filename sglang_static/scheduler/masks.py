@@ -94,7 +94,7 @@ class ItemSetSampler:
         self.forced_drafts = config.forced_drafts
         self.arena = Arena(self.catalogue.arena_bytes(), device, kernels=self.kernels)
         self.holdings, self.arrivals = Holdings(self.arena.plan), Arrivals(self.arena)
-        for opened in self.catalogue.serving:
+        for opened in self.catalogue.serving.values():
             piece = self.holdings.hold(opened.name, opened.item_set)
             self.holdings.settle(opened.name)
             check_tables(opened.item_set)

@@ -167,7 +167,7 @@ class StaticBackend(StructuredOutputBackend):
         stops = stop_token_ids or {self.tokenizer.eos_token_id}
         if grammar_spec.startswith(ENVELOPE):
             shared = self._grammars.get(grammar_spec, self._catalogue.__getitem__)
-            return StaticGrammar(partial(shared.begin, stops))
+            return StaticGrammar(lambda: Composite(*shared.get(), stops))
         if request_type != StructuredOutputOptions.CHOICE:
             with self._xgrammar_lock:
                 if self._xgrammar is None:

@@ -39,7 +39,7 @@ class DevicePath(Devices):
     def __init__(self, config: StaticConfig, catalogue: Catalogue) -> None:
         self.plan = Plan(catalogue.arena_bytes())
         self.holdings = Holdings(self.plan)
-        for opened in catalogue.serving:
+        for opened in catalogue.serving.values():
             self.holdings.hold(opened.name, opened.item_set)
             self.holdings.settle(opened.name)
 

@@ -2,28 +2,20 @@
 
 import json
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from weakref import WeakValueDictionary
 
 import xgrammar
 
-from itemset.embedded.composite_grammar import Composite
 from itemset.embedded.holes import Hole, Items, Once, Vocabulary
 from itemset.item_set import ItemSet
-from itemset.serving.constraint import ENVELOPE, SMALL, hole
+from itemset.serving.constraint import ENVELOPE, SMALL
 
 Sets = Callable[[str], ItemSet]
 """Returns a set by its reference."""
 Compiled = tuple[Vocabulary, xgrammar.CompiledGrammar, list[Hole]]
-
-
-class SharedGrammar(Once[Compiled]):
-    """What all requests with the same constraint share."""
-
-    def begin(self, stop_token_ids: Iterable[int]) -> Composite:
-        """Return a request's own place in it. It must outlive the request's."""
-        return Composite(*self.get(), stop_token_ids)
+"""What each `Composite` of a constraint begins with."""
 
 
 class Grammars:
@@ -34,28 +26,28 @@ class Grammars:
         self._vocabulary, self._lock = Once(vocabulary), threading.Lock()
         self._large = ThreadPoolExecutor(1, "item-holes-large")
         self._items: WeakValueDictionary[str, Items] = WeakValueDictionary()
-        self._shared: WeakValueDictionary[str, SharedGrammar] = WeakValueDictionary()
+        self._shared: WeakValueDictionary[str, Once[Compiled]] = WeakValueDictionary()
 
     def threads(self, spec: str) -> ThreadPoolExecutor | None:
         """Return where a constraint is compiled that may take xgrammar long: it waits for its like alone. None for a
         small one, which the engine's own threads compile."""
         return self._large if len(spec) > SMALL else None
 
-    def get(self, spec: str, sets: Sets) -> SharedGrammar:
-        """Return the grammar of a constraint, compiled: once for all requests that have it at a time.
+    def get(self, spec: str, sets: Sets) -> Once[Compiled]:
+        """Return the grammar of a constraint, compiled once for all requests that hold it at a time.
 
         spec: `Constraint.spec()`. Raises RuntimeError as xgrammar does, and as `sets` does.
         """
         with self._lock:
             if (shared := self._shared.get(spec)) is None:
-                self._shared[spec] = shared = SharedGrammar(lambda: self._compiled(spec, sets))
+                self._shared[spec] = shared = Once(lambda: self._compiled(spec, sets))
         shared.get()
         return shared
 
     def _compiled(self, spec: str, sets: Sets) -> Compiled:
         vocabulary, (grammar, given) = self._vocabulary.get(), json.loads(spec.removeprefix(ENVELOPE))
         holes = [
-            hole(vocabulary, self._of(reference, sets), closers.encode("latin-1"), *group)
+            Hole(self._of(reference, sets), vocabulary.bridges(closers.encode("latin-1")), *group)
             for reference, closers, *group in given
         ]
         return vocabulary, vocabulary.compile(grammar), holes

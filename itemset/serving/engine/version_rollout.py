@@ -22,7 +22,7 @@ import msgspec
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
 from itemset.serving.catalogue import Catalogue, Opened
-from itemset.serving.wire import Answer, Message, Prepare, Stage
+from itemset.serving.wire import Answer, Drop, Message, Prepare, Stage
 
 Result = TypeVar("Result")
 
@@ -57,29 +57,26 @@ class Preparer:
 
     def answer(self, message: Any, engine: Any = None) -> Any:
         """Answer a message; both are plain values. What fails is refused and raises nothing: the engine goes on."""
-        answer = or_reason(lambda: self._answer(msgspec.convert(message, Message), engine), self._log)
-        return msgspec.to_builtins(Answer(refused=answer) if isinstance(answer, str) else answer)
+        stage = or_reason(lambda: self._stage(msgspec.convert(message, Message), engine), self._log)
+        return msgspec.to_builtins(Answer(refused=stage) if isinstance(stage, str) else Answer(stage))
 
-    def _answer(self, message: Message, engine: Any) -> Answer:
-        if isinstance(message, Prepare):
-            return self._prepare(message, engine)
-        self._catalogue.drop(message.name)
-        self._devices.close(engine, message.name, None, self._catalogue.open_sets())
-        return Answer()
-
-    def _prepare(self, message: Prepare, engine: Any) -> Answer:
+    def _stage(self, message: Message, engine: Any) -> Stage | str:
         catalogue, devices = self._catalogue, self._devices
+        if isinstance(message, Drop):
+            catalogue.drop(message.name)
+            devices.close(engine, message.name, None, catalogue.open_sets())
+            return Stage.OPENING  # which nobody reads
         opened = or_reason(lambda: catalogue.begin(message, devices.check), self._log)
         stages = devices.advance(engine, message, opened)
         if refused := [stage for stage in stages if isinstance(stage, str)]:
-            return Answer(refused=refused[0])
+            return refused[0]
         if not isinstance(opened, Opened):
-            return Answer()
+            return Stage.OPENING
         stage = min(stage for stage in stages if not isinstance(stage, str))
         if stage.is_ready:
             catalogue.serve(opened)
             devices.close(engine, message.name, message.version, catalogue.open_sets())
-        return Answer(stage)
+        return stage
 
 
 def or_reason(work: Callable[[], Result], log: logging.Logger) -> Result | str:

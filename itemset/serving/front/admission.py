@@ -35,7 +35,7 @@ class Checks:
         self._inline = InlineTexts(self.catalogue, config, self._tokenizer, words, limits, on_encoded)
         self._selections = Chosen(self.catalogue, config, words)
         self._model_print = ""
-        for opened in self.catalogue.serving:
+        for opened in self.catalogue.serving.values():
             try:
                 self._check(opened)
             except ItemSetError as error:

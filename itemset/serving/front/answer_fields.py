@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from itemset.embedded.composite_grammar import Composite, Found
-from itemset.embedded.holes import Items, Vocabulary
+from itemset.embedded.holes import Hole, Items, Vocabulary
 from itemset.item_set import ItemSet
 from itemset.serving.catalogue import Catalogue
-from itemset.serving.constraint import JSON, Constraint, hole
+from itemset.serving.constraint import JSON, Constraint
 from itemset.serving.wire import INLINE, LOGPROBS, name_of
 
 FIELDS = ("item", "items", LOGPROBS)
@@ -101,7 +101,7 @@ class ExpectedItems:
         """Return what an answer says of its items: a list, in their order. cut: whether it was aborted."""
         tokens = tokens if self.content is None else self.content(tokens)
         holes = [
-            hole(self.vocabulary, Items(one.made.item_set), one.closers, one.place.group, one.place.begins)
+            Hole(Items(one.made.item_set), self.vocabulary.bridges(one.closers), one.place.group, one.place.begins)
             for one in self.constraint.holes
         ]
         composite = Composite(self.vocabulary, self.constraint.compiled, holes, self.stop_tokens)

@@ -83,7 +83,7 @@ class Constraints:
     def _mark(self, kind: str, spec: Any) -> Marked | None:
         """Find and mark the places, unless that was done not long ago, with sets as large as those that are served."""
         key = f"{kind}:{spec if isinstance(spec, str) else json.dumps(spec)}" if is_small(spec) else ""
-        served = [one.version for one in self._checks.catalogue.serving]
+        served = [one.version for one in self._checks.catalogue.serving.values()]
         with self._lock:
             if served != self._served:
                 self._served, self._marked_characters = served, 0

@@ -64,7 +64,7 @@ class Follower:
         self._missed = ""  # what was wrong with the last look at `item_set_dir`
         self._lock = threading.RLock()  # one look at a time
         self._started = threading.Event()
-        for opened in checks.catalogue.serving:
+        for opened in checks.catalogue.serving.values():
             self._sets[opened.name] = Followed(Path(config.where(opened.name)), path)
             if checks.catalogue.follows(opened.name):
                 metrics.served(opened.name, opened.version)
@@ -125,7 +125,7 @@ class Follower:
             version = None if followed.missed or not followed.refused else followed.refused.name
             refused = {"version": version, "reason": followed.missed or followed.why}
         entry = {"name": name, "version": None, "followed": catalogue.follows(name), "refused_version": refused}
-        if (opened := catalogue.current(name)) is None:  # it has none that can be served
+        if (opened := catalogue.serving.get(name)) is None:  # it has none that can be served
             return entry
         try:
             kept = published.versions(followed.folder) if entry["followed"] else []
@@ -173,11 +173,11 @@ class Follower:
                 if str(error) != followed.missed:
                     followed.missed = str(error)
                     metrics.REFUSED_VERSIONS.labels(name).inc()
-                    state = "stays as it is" if self._checks.catalogue.current(name) else "is not served"
+                    state = "stays as it is" if self._checks.catalogue.serving.get(name) else "is not served"
                     self._log.warning("Item set %r %s: %s", name, state, error)
                 return
             followed.missed = ""
-            current = self._checks.catalogue.current(name)
+            current = self._checks.catalogue.serving.get(name)
             if current is not None and current.version == version.name:
                 followed.refused = None
                 return

@@ -158,7 +158,8 @@ def _walk_kernel(
             known = tl.load(positions + row - depth).to(tl.int64)
             newest = tl.load(tokens + row - depth).to(tl.int64)
         if state & tables.LOCAL != tables.FREE:
-            new = _new_tokens((cell >> _CONSUMED) & _CONSUMED_MASK, end - begin)
+            total, consumed = end - begin, (cell >> _CONSUMED) & _CONSUMED_MASK
+            new = tl.where(consumed == 0, total, (total - consumed) & _COUNT_MASK)
             if new > end:  # the window does not reach back so far
                 state = (state & ~tables.LOCAL) | tables.DEAD
             else:
@@ -170,7 +171,8 @@ def _walk_kernel(
                         token = tl.where(column == known, newest, tl.load(at, mask=column != known, other=0))
                     state = tables.next_state(words, fields, state, token, row_marks, STOPS, STOP_LANES, LANES)
             # Every row of a request writes the same.
-            tl.atomic_xchg(cells + slot, _walked(state, end - begin), sem="relaxed")
+            count = (total & _COUNT_MASK) | tl.where(total == 0, 0, _ANY_CONSUMED)
+            tl.atomic_xchg(cells + slot, state | (count << _CONSUMED), sem="relaxed")
             if state & tables.LOCAL == tables.DEAD:
                 state = state - tables.DEAD + tables.END
             if tokens is not None:
@@ -239,19 +241,6 @@ def _forced_kernel(
             if going & (local != tables.END):
                 state = tables.next_state(words, fields, state, token, None, 0, 1, LANES)
         tl.store(out + row * out_stride + column, token, mask=applies)
-
-
-@triton.jit
-def _new_tokens(consumed, total):
-    """Return how many of the committed tokens a cell has not seen. consumed: as in a cell."""
-    return tl.where(consumed == 0, total, (total - consumed) & _COUNT_MASK)
-
-
-@triton.jit
-def _walked(state, total):
-    """Return the cell of a state to which this many committed tokens have led."""
-    count = (total & _COUNT_MASK) | tl.where(total == 0, 0, _ANY_CONSUMED)
-    return state | (count << _CONSUMED)
 
 
 @triton.jit

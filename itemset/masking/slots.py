@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from itemset.masking.arena import Arena
-from itemset.masking.batch import CONSUMED, COUNT_MASK, LOCAL, STATE, Batch
+from itemset.masking.batch import LOCAL, STATE, Batch
 from itemset.trie.walk import FREE, STATE_BITS, WAITING
 
 
@@ -116,8 +116,3 @@ class Slots:
     def forced(self, states: Tensor, slots: Tensor, out: Tensor, *, guess: bool = False) -> None:
         """Fill out [rows, k] with what must follow the states, then -1 or guesses: see `cpu_kernels.forced`."""
         self.arena.kernels.forced(self.arena, states, self.marks, slots, out, guess)
-
-    def states(self) -> list[tuple[int, int, int]]:
-        """(set, state, committed tokens modulo 2^17) of every slot. Waits for the device: for tests and metrics."""
-        cells = self.cells[:-1].tolist()
-        return [((cell & STATE) >> STATE_BITS, cell & LOCAL, cell >> CONSUMED & COUNT_MASK) for cell in cells]

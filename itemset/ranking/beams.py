@@ -21,8 +21,6 @@ from itemset.ranking.beam_state import ENDED, NOTHING, OPEN, Items, Pass, Rows, 
 from itemset.ranking.search import Width, check_positive, check_widths, width_at
 from itemset.trie.levels import LevelPlan
 
-__all__ = ["BeamOptions", "Beams", "Found", "LevelPlan", "table_of", "warm_up"]
-
 _NEAR = 2.0**-20  # children order by float32: what is nearer than such a part of a score is not told apart
 
 
@@ -246,7 +244,30 @@ class Beams:
         """
         if not self.passes_left:
             raise ValueError("the search is over: no pass is left")
-        self._take(self._by_list(logits), columns, sums)
+        logits = self._by_list(logits)
+        kernels, rules, riding, size = self._kernels, self._rules, self.riding, self._children()
+        now = self._now(logits, columns)
+        sums = self._sums(now) if sums is None else sums
+        ends = kernels.ended(now, sums)
+        keys = places = torch.empty(1, self.lists, 0, dtype=torch.int64, device=self.arena.device)
+        done = None
+        if size:
+            wanted = max(self._next_width + 1, 0 if rules.items == OPEN else self.k)
+            keys, places = kernels.best(now, sums, ends, size, wanted)
+            self._left.append(keys[0, :, self._next_width])
+            if rules.items != OPEN:
+                done = kernels.follow(now, sums, ends, keys[1], places[1], self.k, 0)
+        count = self._plan_pass(size)
+        self._rows = kernels.follow(now, sums, ends, keys[0], places[0], self.riding + count, self.riding)
+        self._items, alive = kernels.merge(now, ends, done, riding)
+        self._alive.append(alive)
+        self.taken += 1
+        self.passes_left -= 1
+        if not (self.passes_left or rules.whole) and rules.items == ENDED:
+            # Where `longest` cuts longer items off, what ends there costs no further pass, and no logits.
+            last = now._replace(rows=self._rows, items=self._items, logits=logits[:, :1].expand(-1, count, -1, -1))
+            ends = kernels.ended(last, sums[:, :1].repeat(1, count, 1))
+            self._items, _ = kernels.merge(last, ends, None, 0)
 
     def log_sums(self, logits: Tensor, first: int = 0) -> Tensor:
         """Return the log-sum-exp of some rows' logits: [lists, some, queries] float32; infinite for beams that lead to
@@ -273,33 +294,6 @@ class Beams:
     def _now(self, logits: Tensor, columns: Tensor | None = None) -> Pass:
         offsets = self._rows.table[form.DEGREE].cumsum(1)
         return Pass(self.arena, logits, self._rows, self._items, offsets, self.taken, self._rules, columns)
-
-    def _take(self, logits: Tensor, columns: Tensor | None = None, sums: Tensor | None = None) -> None:
-        """Do a round. logits: [lists, R, queries, vocabulary], of any strides but the last."""
-        kernels, rules = self._kernels, self._rules
-        riding, size = self.riding, self._children()
-        now = self._now(logits, columns)
-        sums = self._sums(now) if sums is None else sums
-        ends = kernels.ended(now, sums)
-        keys = places = torch.empty(1, self.lists, 0, dtype=torch.int64, device=self.arena.device)
-        done = None
-        if size:
-            wanted = max(self._next_width + 1, 0 if rules.items == OPEN else self.k)
-            keys, places = kernels.best(now, sums, ends, size, wanted)
-            self._left.append(keys[0, :, self._next_width])
-            if rules.items != OPEN:
-                done = kernels.follow(now, sums, ends, keys[1], places[1], self.k, 0)
-        count = self._plan_pass(size)
-        self._rows = kernels.follow(now, sums, ends, keys[0], places[0], self.riding + count, self.riding)
-        self._items, alive = kernels.merge(now, ends, done, riding)
-        self._alive.append(alive)
-        self.taken += 1
-        self.passes_left -= 1
-        if not (self.passes_left or rules.whole) and rules.items == ENDED:
-            # Where `longest` cuts longer items off, what ends there costs no further pass, and no logits.
-            last = now._replace(rows=self._rows, items=self._items, logits=logits[:, :1].expand(-1, count, -1, -1))
-            ends = kernels.ended(last, sums[:, :1].repeat(1, count, 1))
-            self._items, _ = kernels.merge(last, ends, None, 0)
 
     def _plan_pass(self, size: int) -> int:
         """Settle how many rows and query tokens the next pass has, of `size` children; returns how many beams are
@@ -376,9 +370,6 @@ def _log_exponential(keys: Tensor) -> Tensor:
     return (-unit.log()).log()
 
 
-_ONE_NODE = LevelPlan((1,), (np.ones(1, np.int64),), (0,), (0,), 1)  # of a set of one item of one token
-
-
 def warm_up(
     arena: Arena, logits: Tensor, *, stepwise: bool = False, kernels: Kernels = "auto", columns: Tensor | None = None
 ) -> None:
@@ -387,14 +378,14 @@ def warm_up(
     logits: [1, 1, vocabulary], any values, of the type of those to come. stepwise: of the races. columns: as of
     `Pass`, for logits that come with such. The arena may be empty.
     """
-    size = logits.shape[2]
+    size, one_token = logits.shape[2], LevelPlan((1,), (np.ones(1, np.int64),), (0,), (0,), 1)  # a set of one item
     rows = logits.new_zeros(2, 1, size - size % 16 + 32)
     both: BeamOptions = {"width": 1, "k": 1, "end_token": 0, "kernels": kernels}
     keys = torch.zeros(2, dtype=torch.int64, device=arena.device)
     searches: list[BeamOptions] = [both, {**both, "end_token": None}, {**both, "renormalised": True}]
     for options in [*searches, {**both, "keys": keys, "stepwise": stepwise}]:
         for first in (0, 1):  # rows that begin at a multiple of 16 bytes, and others
-            beams = Beams(arena, [0, 0], _ONE_NODE, **options)
+            beams = Beams(arena, [0, 0], one_token, **options)
             beams._items.scores.fill_(torch.inf)  # a bar that nothing passes: there may be no set to follow an edge in
             now = rows[:, :, first : first + size]
             beams.round(now, columns=columns, sums=None if columns is None else beams.log_sums(now))

@@ -181,6 +181,7 @@ class Arena:
             self.rows_at = self.rows.ctypes.data
         self._bases = np.append(np.arange(max_sets), -1)  # whose tables each set reads: its own, or those of its base
         self._placed: dict[int, _Placed] = {}  # by number; what is placed last stands last
+        self._coming: dict[str, tuple[arena_plan.Piece, Iterator[None]]] = {}  # by a set's name: see `place_next`
         self._copies = Copies(self.device, max_sets)
 
     def acquire(self, item_set: ItemSet) -> int:
@@ -294,6 +295,18 @@ class Arena:
         placed.there, self._placed[number] = True, self._placed.pop(number)
         self._bases[number] = number if base is None else base
 
+    def place_next(self, name: str, item_set: ItemSet, piece: arena_plan.Piece) -> bool:
+        """Copy the next piece of a version's tables, between two steps. Return whether all of them are there.
+
+        name: of the registered set. Raises ItemSetError as `place` does.
+        """
+        if name not in self._coming or self._coming[name][0] != piece:
+            self._coming[name] = piece, self.placing(item_set, *piece)
+        if next(self._coming[name][1], self) is not self:
+            return False
+        del self._coming[name]  # what was overtaken meanwhile comes again
+        return self.holds(item_set.digest, *piece)
+
     def _parts(self, item_set: ItemSet, number: int, start: int, base: int | None) -> tuple[NDArray[np.int64], Parts]:
         """Return the row of `sets`, and what is to be copied where, the row last. base: the number of a view's base."""
         row, tables = table_row(item_set), item_set.trie.tables
@@ -322,26 +335,6 @@ class Arena:
             if placed.there and placed.digest == item_set.base.digest:
                 return number
         raise ItemSetError("the arena does not hold the set of which this is a view: acquire that first")
-
-
-class Arrivals:
-    """Brings the tables of versions to an arena in pieces, between an engine's steps."""
-
-    def __init__(self, arena: Arena) -> None:
-        self._arena = arena
-        self._coming: dict[str, tuple[arena_plan.Piece, Iterator[None]]] = {}  # by the name of the set
-
-    def advance(self, name: str, item_set: ItemSet, piece: arena_plan.Piece) -> bool:
-        """Copy some more of a version's tables. Return whether all of them are there.
-
-        Raises ItemSetError as `Arena.place` does.
-        """
-        if name not in self._coming or self._coming[name][0] != piece:
-            self._coming[name] = piece, self._arena.placing(item_set, *piece)
-        if next(self._coming[name][1], self) is not self:
-            return False
-        del self._coming[name]  # what was overtaken meanwhile comes again
-        return self._arena.holds(item_set.digest, *piece)
 
 
 def with_addresses(rows: NDArray[np.int64], words: int) -> NDArray[np.int64]:

@@ -83,12 +83,24 @@ class Copies:
     def pieces(self, number: int, overwritten: Iterable[int], parts: Parts) -> Iterator[None]:
         """Copy each part of a set to its tensor. PIECE bytes each time this is advanced: steps may run in between.
 
-        overwritten: the sets that lay there.
+        overwritten: the sets that lay there. All of `parts` has been read when this ends.
         """
         for other in {*overwritten, number}:
             self._wait_for_readers(other)
         for target, source in parts:
-            yield from self._stage(target, source)
+            position = 0
+            while position < len(source):
+                if self._filled == PIECE:
+                    yield
+                    self._free[self._at].record(self._stream)
+                    self._at, self._filled = 1 - self._at, 0
+                    self._free[self._at].synchronize()
+                size = min(PIECE - self._filled, len(source) - position)
+                piece = self._buffers[self._at][self._filled : self._filled + size]
+                np.copyto(piece.numpy(), source[position : position + size])
+                with self._streams.stream(self._stream):
+                    target[position : position + size].copy_(piece, non_blocking=True)
+                position, self._filled = position + size, self._filled + size
         copied = self._streams.Event()
         copied.record(self._stream)
         self._pending[number] = copied
@@ -105,24 +117,6 @@ class Copies:
             over = self._before[max(last + 1, self._step - _REMEMBERED + 1) % _REMEMBERED]
         if not over.query():
             self._stream.wait_event(over)
-
-    def _stage(self, target: torch.Tensor, source: NDArray[Any]) -> Iterator[None]:
-        """Copy the bytes of `source` to `target`. Stops whenever a buffer is full. `source` has been read when this
-        ends."""
-        position = 0
-        while position < len(source):
-            if self._filled == PIECE:
-                yield
-                self._free[self._at].record(self._stream)
-                self._at, self._filled = 1 - self._at, 0
-                self._free[self._at].synchronize()
-            size = min(PIECE - self._filled, len(source) - position)
-            piece = self._buffers[self._at][self._filled : self._filled + size]
-            np.copyto(piece.numpy(), source[position : position + size])
-            with self._streams.stream(self._stream):
-                target[position : position + size].copy_(piece, non_blocking=True)
-            position += size
-            self._filled += size
 
 
 __all__ = ["Arena", "ArenaFullError", "Place", "Plan", "Resident", "arena_bytes", "check_tables", "room_for"]

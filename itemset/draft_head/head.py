@@ -29,7 +29,6 @@ from itemset.text import TokenizerId
 from itemset.trie.levels import LevelPlan
 
 FORMAT, VERSION = "itemset draft head", "1"
-TRAIN_AGAIN = "train the head with this model, by `itemset train-head`"
 
 
 class DraftHead(nn.Module):
@@ -106,7 +105,7 @@ class DraftHead(nn.Module):
     ) -> None:
         """Raise ItemSetError unless the head is one for a model with this hidden size and vocabulary, and this
         tokenizer's fingerprint. None: not known."""
-        mend = f"give the model that was trained with it, or {TRAIN_AGAIN}"
+        mend = "give the model that was trained with it, or train the head with this model, by `itemset train-head`"
         sizes = ("a hidden size", self.hidden_size, hidden_size), ("a vocabulary", self.vocab_size, vocab_size)
         for what, own, given in sizes:
             if given is not None and own != given:
@@ -185,7 +184,17 @@ class DraftHead(nn.Module):
 
         Raises ItemSetError that names the file: it is missing, damaged, no draft head, or one of another version.
         """
-        about, tensors = _read(path, device)
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(os.fspath(path), framework="pt", device=str(device)) as file:
+                about: Mapping[str, str] = file.metadata() or {}
+                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise ItemSetError(
+                f"the draft head {os.fspath(path)} cannot be read ({error}): give a safetensors file that "
+                "DraftHead.save has written"
+            ) from error
         name = f"the draft head {os.fspath(path)}"
         again = "write it again with DraftHead.save"
         if about.get("format") != FORMAT:
@@ -205,17 +214,3 @@ class DraftHead(nn.Module):
             raise ItemSetError(f"{name} is damaged ({type(error).__name__}: {reason}): {again}") from error
         head.eval().requires_grad_(False)
         return head
-
-
-def _read(path: str | os.PathLike[str], device: torch.device | str) -> tuple[Mapping[str, str], dict[str, Tensor]]:
-    """Return the metadata and the tensors of a safetensors file. Raises ItemSetError."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(os.fspath(path), framework="pt", device=str(device)) as file:
-            return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise ItemSetError(
-            f"the draft head {os.fspath(path)} cannot be read ({error}): give a safetensors file that DraftHead.save "
-            "has written"
-        ) from error

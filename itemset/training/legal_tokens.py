@@ -99,7 +99,11 @@ def legal_tokens(
     end = np.full(size, steps) if lengths is None else _of_rows(lengths, tokens.shape, "lengths")
     begin = np.where(own.any(1), begin, steps)
     sets = [item_set] * size if isinstance(item_set, ItemSet) else list(item_set)
-    tables = _tables(sets, size)
+    if len(sets) != size:
+        raise ItemSetError(f"{len(sets)} sets for {size} rows: give one set for all rows, or one a row")
+    # Where the tables of each row's set lie, [B, pointers]: `sets` keeps them as long as this is read.
+    pointers = {id(one): one.trie.tables.pointers for one in sets}
+    tables = np.array([pointers[id(one)] for one in sets], np.int64)
     stops = np.unique([stop_tokens] if isinstance(stop_tokens, int) else np.array(stop_tokens, np.int64))
     states = np.full(tokens.shape, _FREE, np.int64)
     bad = _walk(tables, stops, np.minimum(tokens, MAX_TOKEN_ID + 1), begin, end, states)
@@ -131,14 +135,6 @@ def _of_rows(given: Tensor | ArrayLike, shape: tuple[int, ...], name: str) -> ND
     if values.shape not in ((), (size,)) or (values < 0).any() or (values > steps).any():
         raise ItemSetError(f"{name} must be 0 to {steps}, one for all rows or one for each of {size}, not {values}")
     return np.full(size, values)
-
-
-def _tables(sets: list[ItemSet], size: int) -> NDArray[np.int64]:
-    """Return where the tables of each row's set lie, [B, pointers]: the sets must live as long as it is read."""
-    if len(sets) != size:
-        raise ItemSetError(f"{len(sets)} sets for {size} rows: give one set for all rows, or one a row")
-    pointers = {id(one): one.trie.tables.pointers for one in sets}
-    return np.array([pointers[id(one)] for one in sets], np.int64)
 
 
 @compiled

@@ -49,8 +49,6 @@ def beam_search(
 
     Raises ValueError if batch, width or longest is less than 1, KeyError if the arena has no such set.
     """
-    if width < 1:
-        raise ValueError(f"a beam of width {width} finds nothing: make it at least 1")
     plan = arena.level_plan(number)
     beams = Beams(
         arena, [number] * batch, plan, width=width, k=width, end_token=end_token, stepwise=True, longest=longest,

@@ -186,7 +186,7 @@ def test_nothing_is_compiled_while_serving(monkeypatch: pytest.MonkeyPatch, voca
     keys: set[str] = set()
     for module, name in KERNELS:
         monkeypatch.setattr(module, name, Recorded(getattr(module, name), keys))
-    warm_up(Arena(4096, DEVICE), torch.randn(1, 1, vocabulary, device=DEVICE), kernels="triton")
+    warm_up(Arena(4096, DEVICE, kernels="triton"), torch.randn(1, 1, vocabulary, device=DEVICE))
     assert {key.split()[0] for key in keys} == {name for _, name in KERNELS}
     known = set(keys)
     for seed, size, lists in ((2, {"width": 6, "k": 16}, 2), (3, {"width": 1, "k": 1}, 3)):

@@ -21,7 +21,6 @@ from torch.nn.functional import cross_entropy, pad
 
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
-from itemset.masking import Kernels
 from itemset.masking.arena import Arena
 from itemset.ranking.beams import Beams
 from itemset.ranking.search import Width
@@ -128,7 +127,7 @@ class DraftHead(nn.Module):
     @torch.no_grad()
     def beams(
         self, arena: Arena, numbers: Sequence[int], plan: LevelPlan, hidden: Tensor, *, width: Width, k: int,
-        renormalised: bool = False, kernels: Kernels = "auto",
+        renormalised: bool = False,
     ) -> Beams:  # fmt: skip
         """Return the beams of some lists at their end: `Beams.result` has the items, each one of its list's set.
 
@@ -144,7 +143,7 @@ class DraftHead(nn.Module):
             raise ValueError(f"hidden states of shape {tuple(hidden.shape)}: {self.name} takes {shape} for these lists")
         beams = Beams(
             arena, numbers, plan, width=width, k=k, end_token=None, renormalised=renormalised,
-            stepwise=not renormalised, longest=None if renormalised else self.levels, normalised=True, kernels=kernels,
+            stepwise=not renormalised, longest=None if renormalised else self.levels, normalised=True,
         )  # fmt: skip
         hidden = hidden.to(next(self.parameters()).dtype)
         states = hidden[:, :1]

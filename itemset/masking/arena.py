@@ -148,7 +148,7 @@ class _Placed:
 class Arena:
     """The sets that a device's kernels read. Call it from one thread. `room_for` says how many bytes a set takes.
 
-    kernels: `cpu_kernels` or `triton_kernels`.
+    kernels: `cpu_kernels` or `triton_kernels`. choice: of these, and of those of searches over its sets.
     words: [nbytes / 4 + 1] int32. All tables; the last word is nobody's.
     sets: [max_sets + 1, ROW] int64. Each set's row, see `batch`: where its sections begin, in words. The last row is
         nobody's.
@@ -159,7 +159,7 @@ class Arena:
         self, nbytes: int, device: torch.device | str = "cpu", *, max_sets: int = 1024, kernels: Kernels = "auto"
     ) -> None:
         """Raise ItemSetError if the device has no such room or no such kernels, or as `Plan` does."""
-        self.plan, self.device = Plan(nbytes, max_sets=max_sets), torch.device(device)
+        self.plan, self.device, self.choice = Plan(nbytes, max_sets=max_sets), torch.device(device), kernels
         nbytes = self.plan.nbytes
         try:
             self.kernels = kernels_for("masking", self.device.type, kernels)

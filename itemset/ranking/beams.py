@@ -36,7 +36,7 @@ class BeamOptions(TypedDict, total=False):
     normalised: the logits that come are log-probabilities, so that nobody has to add them up.
     keys: [lists] int64, on the arena's device: draw, by these keys of `exact_sampling.Drawing.races`.
     temperature: of draws, above 0 and at most 1.
-    kernels: Numba on a CPU and Triton on an accelerator, if "auto".
+    kernels: by default as the arena's; "auto" is Numba on a CPU and Triton on an accelerator.
     """
 
     width: Required[Width]
@@ -108,7 +108,7 @@ class Beams:
             not options.get("stepwise", False),
             0.0 if keys is None else 1 / options.get("temperature", 1.0),
         )
-        self._kernels = kernels_for("ranking", arena.device.type, options.get("kernels", "auto"))
+        self._kernels = kernels_for("ranking", arena.device.type, options.get("kernels", arena.choice))
         self.passes_left = self._passes()
         sets = torch.empty(self.lists, dtype=torch.int64, device=arena.device)
         for i, number in enumerate(numbers):
@@ -370,9 +370,7 @@ def _log_exponential(keys: Tensor) -> Tensor:
     return (-unit.log()).log()
 
 
-def warm_up(
-    arena: Arena, logits: Tensor, *, stepwise: bool = False, kernels: Kernels = "auto", columns: Tensor | None = None
-) -> None:
+def warm_up(arena: Arena, logits: Tensor, *, stepwise: bool = False, columns: Tensor | None = None) -> None:
     """Compile what lists and races launch, all that would else be compiled while the first list waits.
 
     logits: [1, 1, vocabulary], any values, of the type of those to come. stepwise: of the races. columns: as of
@@ -380,7 +378,7 @@ def warm_up(
     """
     size, one_token = logits.shape[2], LevelPlan((1,), (np.ones(1, np.int64),), (0,), (0,), 1)  # a set of one item
     rows = logits.new_zeros(2, 1, size - size % 16 + 32)
-    both: BeamOptions = {"width": 1, "k": 1, "end_token": 0, "kernels": kernels}
+    both: BeamOptions = {"width": 1, "k": 1, "end_token": 0}
     keys = torch.zeros(2, dtype=torch.int64, device=arena.device)
     searches: list[BeamOptions] = [both, {**both, "end_token": None}, {**both, "renormalised": True}]
     for options in [*searches, {**both, "keys": keys, "stepwise": stepwise}]:

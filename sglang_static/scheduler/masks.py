@@ -90,9 +90,9 @@ class ItemSetSampler:
 
     def __init__(self, config: StaticConfig, device: torch.device | str, vocab_size: int) -> None:
         """Reserve the device's memory. Raises ItemSetError as `itemset.load` and `Arena` do."""
-        self.catalogue, self.kernels, self.vocab_size = Catalogue(config), config.item_set_kernels, vocab_size
+        self.catalogue, self.vocab_size = Catalogue(config), vocab_size
         self.forced_drafts = config.forced_drafts
-        self.arena = Arena(self.catalogue.arena_bytes(), device, kernels=self.kernels)
+        self.arena = Arena(self.catalogue.arena_bytes(), device, kernels=config.item_set_kernels)
         self.holdings = Holdings(self.arena.plan)
         for opened in self.catalogue.serving:
             piece = self.holdings.hold(opened.name, opened.item_set)
@@ -126,7 +126,7 @@ class ItemSetSampler:
                 self.slots.step(tree, logits)
                 self.slots.mask(states, nobody, logits)
             else:  # with speculation, lists are made in rounds
-                warm_up(self.arena, logits[:, None], stepwise=True, kernels=self.kernels)
+                warm_up(self.arena, logits[:, None], stepwise=True)
         if drafts > 1:
             self.advance(states, nobody, nobody)
             self.slots.forced(states, nobody, nobody.new_zeros(1, drafts - 1), guess=True)

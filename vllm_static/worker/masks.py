@@ -69,9 +69,8 @@ class ItemSetProcessor(LogitsProcessor):
 
     def _load(self, config: StaticConfig, vllm_config: "VllmConfig") -> None:
         self._catalogue = catalogue = Catalogue(config)
-        self.kernels = config.item_set_kernels
         self.child_sampling = config.item_set_child_sampling == "on"
-        self.arena = Arena(catalogue.arena_bytes(), self._req_states.device, kernels=self.kernels)
+        self.arena = Arena(catalogue.arena_bytes(), self._req_states.device, kernels=config.item_set_kernels)
         self.narrow = NarrowHead(config, self._req_states.device)
         for item_set in catalogue.registered.values():
             check_tables(item_set)

@@ -143,7 +143,7 @@ class DraftHead(nn.Module):
             raise ValueError(f"hidden states of shape {tuple(hidden.shape)}: {self.name} takes {shape} for these lists")
         beams = Beams(
             arena, numbers, plan, width=width, k=k, end_token=None, renormalised=renormalised,
-            stepwise=not renormalised, longest=None if renormalised else self.levels, normalised=True,
+            stepwise=not renormalised, longest=None if renormalised else self.levels,
         )  # fmt: skip
         hidden = hidden.to(next(self.parameters()).dtype)
         states = hidden[:, :1]
@@ -159,7 +159,8 @@ class DraftHead(nn.Module):
             # All other tokens have a column, too, the last one.
             columns = torch.full((self.vocab_size,), len(codes), dtype=torch.int32, device=codes.device)
             columns.index_copy_(0, codes, torch.arange(len(codes), dtype=torch.int32, device=codes.device))
-            beams.round(pad(found, (0, 1), value=-torch.inf)[:, None], columns=columns)
+            sums = None if renormalised else torch.zeros(*states.shape[:2], 1, device=codes.device)
+            beams.round(pad(found, (0, 1), value=-torch.inf)[:, None], columns=columns, sums=sums)
         return beams
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -33,7 +33,6 @@ class BeamOptions(TypedDict, total=False):
     renormalised: score each token by its share among those that may stand there; tails then cost nothing.
     stepwise: one token a pass for all beams: `queries` is 1, and an item that stands alone may be pruned later.
     longest: with stepwise, the most tokens of an item that is found; those of the plan's longest if None.
-    normalised: the logits that come are log-probabilities, so that nobody has to add them up.
     keys: [lists] int64, on the arena's device: draw, by these keys of `exact_sampling.Drawing.races`.
     temperature: of draws, above 0 and at most 1.
     kernels: by default as the arena's; "auto" is Numba on a CPU and Triton on an accelerator.
@@ -45,7 +44,6 @@ class BeamOptions(TypedDict, total=False):
     renormalised: bool
     stepwise: bool
     longest: int | None
-    normalised: bool
     keys: Tensor | None
     temperature: float
     kernels: Kernels
@@ -101,7 +99,7 @@ class Beams:
         self.queries, self.rows, self.riding, self.taken = 1, 1, 0, 0
         end_token, keys = options["end_token"], options.get("keys")
         self._plan, self._renormalised = plan, options.get("renormalised", False)
-        self._normalised, self._races = options.get("normalised", False), keys is not None
+        self._races = keys is not None
         self._rules = Rules(
             -1 if end_token is None else end_token,
             items_of(end_token, self._renormalised),
@@ -239,15 +237,18 @@ class Beams:
         logits: [lists * R, queries, vocabulary], of any floating dtype, on the arena's device, a stride of 1 in the
         last dimension; R is at least `rows`, those that stand first in each list, and 1 at first. They are not changed.
         columns: as of `Pass`, if there are logits of the set's own tokens only. sums: then, unless scores are
-        renormalised or the logits normalised, what `log_sums` says of all tokens. Raises ValueError for another shape,
-        or if no pass is left.
+        renormalised, what `log_sums` says of all tokens; zeros for logits that are log-probabilities. Raises ValueError
+        for another shape, or if no pass is left.
         """
         if not self.passes_left:
             raise ValueError("the search is over: no pass is left")
         logits = self._by_list(logits)
         kernels, rules, riding, size = self._kernels, self._rules, self.riding, self._children()
         now = self._now(logits, columns)
-        sums = self._sums(now) if sums is None else sums
+        if sums is None:
+            if columns is not None and not self._renormalised:
+                raise ValueError("columns without sums: the logits are not those of all tokens")
+            sums = (kernels.legal_sums if self._renormalised else kernels.log_sums)(now)
         ends = kernels.ended(now, sums)
         keys = places = torch.empty(1, self.lists, 0, dtype=torch.int64, device=self.arena.device)
         done = None
@@ -330,15 +331,6 @@ class Beams:
         if self.taken >= self.longest:
             return 0
         return (self._plan.children if self._rules.whole else self._plan.successors)(self.taken, self.rows)
-
-    def _sums(self, now: Pass) -> Tensor:
-        """Return the logarithm of what divides each row's exponentials: [lists, R, queries] float32."""
-        if self._normalised and not self._renormalised:
-            return torch.zeros(now.logits.shape[:3], device=now.logits.device)
-        if now.columns is not None and not self._renormalised:
-            raise ValueError("columns without sums: the logits are not those of all tokens")
-        sums: Tensor = (self._kernels.legal_sums if self._renormalised else self._kernels.log_sums)(now)
-        return sums
 
 
 def items_of(end_token: int | None, renormalised: bool) -> int:

@@ -127,22 +127,19 @@ _SECTIONS = dict(zip((*SECTIONS, "alive", "dead"), range(len(SECTIONS) + 2), str
 
 @dataclass
 class _Placed:
-    """A set whose tables are in an arena, or, until they are `there`, on their way to it.
-
-    row: of `Arena.sets`. levels, tokens: the level plan and the distinct tokens, or the set until they are asked for:
-    to read them off takes longer than all else that a small set needs, and not everyone wants them. view: the set, if
-    it is a view on which others may stand. alphabets: see `Arena.alphabet`.
-    """
+    """A set whose tables are in an arena, or, until they are `there`, on their way to it."""
 
     digest: str
     start: int
     end: int
-    row: NDArray[np.int64]
+    row: NDArray[np.int64]  # of `Arena.sets`
+    # The level plan and the distinct tokens, or the set until they are asked for: to read them off takes longer than
+    # all else that a small set needs, and not everyone wants them.
     levels: LevelPlan | ItemSet
     tokens: NDArray[np.int64] | ItemSet
-    view: ItemSet | None = None
+    view: ItemSet | None = None  # the set, if it is a view on which others may stand
     there: bool = False
-    alphabets: dict[tuple[int, ...], bytes] = field(default_factory=dict)
+    alphabets: dict[tuple[int, ...], bytes] = field(default_factory=dict)  # see `Arena.alphabet`
 
 
 class Arena:

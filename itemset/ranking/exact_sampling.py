@@ -136,15 +136,12 @@ class Drawing(Rounds):
 
 @dataclass
 class Race:
-    """The heap of one race, the earliest entry first.
-
-    items: the nodes of the items that have rung; there will be `k`. heap: [room] ENTRY.
-    """
+    """The heap of one race, the earliest entry first."""
 
     k: int
-    heap: NDArray[Any]
+    heap: NDArray[Any]  # [room] ENTRY
     size: int = 1
-    items: list[int] = field(default_factory=list)
+    items: list[int] = field(default_factory=list)  # the nodes of those that have rung; there will be `k`
 
     @classmethod
     def of(cls, key: np.uint64, k: int) -> "Race":

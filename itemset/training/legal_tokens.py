@@ -64,16 +64,12 @@ class LegalTokens:
 
 
 class Block(NamedTuple):
-    """A matrix of logits, [places, tokens], that holds those of some places' legal tokens.
+    """A matrix of logits, [places, tokens], that holds those of some places' legal tokens."""
 
-    places: [n] of B * T. tokens: [u] distinct. entries: which of the N legal tokens the block has; cells: where each
-    of them lies in the flat matrix.
-    """
-
-    places: Tensor
-    tokens: Tensor
-    entries: Tensor
-    cells: Tensor
+    places: Tensor  # [n] of B * T
+    tokens: Tensor  # [u] distinct
+    entries: Tensor  # which of the N legal tokens the block has
+    cells: Tensor  # where each of them lies in the flat matrix
 
 
 def legal_tokens(

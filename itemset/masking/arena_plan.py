@@ -176,22 +176,20 @@ class Holdings:
 
     def give_up(self, name: str) -> None:
         """Hold no room for the version that was asked for last."""
-        self._release(self._next.pop(name, None))
+        if name in self._next:
+            self._plan.release(self._next.pop(name).number)
 
     def settle(self, name: str) -> None:
         """The version that was asked for last is served: the one before it holds no room any more."""
-        self._release(self._held.pop(name, None))
+        if name in self._held:
+            self._plan.release(self._held.pop(name).number)
         if name in self._next:
             self._held[name] = self._next.pop(name)
 
     def drop(self, name: str) -> None:
         """Hold nothing under this name any more."""
         self.give_up(name)
-        self._release(self._held.pop(name, None))
-
-    def _release(self, resident: Resident | None) -> None:
-        if resident is not None:
-            self._plan.release(resident.number)
+        self.settle(name)
 
 
 def room_for(item_set: ItemSet) -> int:

@@ -106,7 +106,6 @@ class Batch(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Logits rows."""
         return len(self.slots) * (self.rows_each or 1)
 
 

@@ -60,7 +60,6 @@ class Rows(NamedTuple):
 
     @classmethod
     def empty(cls, lists: int, width: int, longest: int, device: torch.device) -> "Rows":
-        """Return room for beams."""
         options = {"dtype": torch.int64, "device": device}
         return cls(torch.empty(COLUMNS, lists, width, **options), torch.empty(lists, width, longest, **options))
 
@@ -95,7 +94,6 @@ class Items(NamedTuple):
 
     @classmethod
     def empty(cls, lists: int, k: int, longest: int, device: torch.device) -> "Items":
-        """Return room for items."""
         tokens = torch.empty(lists, k, longest, dtype=torch.int64, device=device)
         return cls(tokens, *torch.empty(2, lists, k, dtype=torch.float64, device=device))
 

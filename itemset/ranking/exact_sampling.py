@@ -145,7 +145,6 @@ class Race:
 
     @classmethod
     def of(cls, key: np.uint64, k: int) -> "Race":
-        """Return the race at its beginning."""
         heap = np.zeros(64, ENTRY)
         heap[0] = (log_exponential(key), key, 0.0, ROOT, 0)
         return cls(k, heap)
@@ -173,7 +172,6 @@ class Race:
         return True
 
     def copy(self) -> "Race":
-        """Return another race at the same point."""
         return replace(self, heap=self.heap.copy(), items=self.items.copy())
 
     def look_ahead(self, tree: ScoredTree, count: int) -> list[int]:

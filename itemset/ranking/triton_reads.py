@@ -86,7 +86,6 @@ def log_of_sums(most, part):
 
 @triton.jit
 def may_end_at(words, fields, local):
-    """Whether an item may end at a state."""
     ends = local == tables.END
     if local < tables.WAITING:
         ends = tables.ends_here(words, fields, local)

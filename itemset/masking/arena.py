@@ -61,13 +61,8 @@ class Copies:
         # [max_sets + 1] the newest step that reads each set, 0 if none did. The last entry is nobody's.
         self._read = np.zeros(max_sets + 1, np.int64)
 
-    def use(self, numbers: NDArray[np.integer[Any]] | Iterable[int]) -> None:
-        """Begin a step that reads these sets, on the current stream; -1 means none.
-
-        All that the stream does until the next call may read them. It waits for copies of these sets, and no copy
-        overwrites them before it is done.
-        """
-        numbers = np.asarray(numbers, np.int64)
+    def use(self, numbers: NDArray[np.int64]) -> None:
+        """Begin a step that reads these sets and no others, -1 for none: see `Arena.use`."""
         steps = self._streams.current_stream(self._device)
         self._step += 1
         self._before[self._step % _REMEMBERED].record(steps)

@@ -15,8 +15,6 @@ from itemset.draft_head.head import DraftHead
 from itemset.masking.arena import Arena
 from itemset.ranking.beams import BeamOptions, Beams
 
-LogitsFunction = Callable[[Tensor, Tensor], Tensor]
-
 
 class Ranking(NamedTuple):
     """The distinct items found for each row, best first.
@@ -31,7 +29,7 @@ class Ranking(NamedTuple):
 
 
 def beam_search(
-    arena: Arena, number: int, logits_fn: LogitsFunction, *, batch: int, width: int, longest: int,
+    arena: Arena, number: int, logits_fn: Callable[[Tensor, Tensor], Tensor], *, batch: int, width: int, longest: int,
     end_token: int | None = None,
 ) -> Ranking:  # fmt: skip
     """Return the `width` best items, of set `number` of the arena, that a beam of this width finds.

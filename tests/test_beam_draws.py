@@ -30,7 +30,7 @@ from test_search import VOCABULARY
 import itemset
 from itemset.masking.arena import Arena, room_for
 from itemset.ranking import beams, exact_sampling, search, triton_kernels, triton_reads
-from itemset.ranking.beams import Beams, warm_up
+from itemset.ranking.beams import Beams, table_of, warm_up
 from itemset.ranking.exact_sampling import Drawing
 
 TOYS = toys()
@@ -93,7 +93,7 @@ def decided(found: Beams) -> list[list[tuple[Item, float] | None]]:
             for (score, length, *tokens), sure in zip(rows, sures, strict=True)
             if score > -np.inf or not sure
         ]
-        for rows, sures in zip(found.result.tolist(), exact, strict=True)
+        for rows, sures in zip(table_of(found.found).tolist(), exact, strict=True)
     ]
 
 

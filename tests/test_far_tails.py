@@ -27,7 +27,7 @@ from itemset.masking.arena import Arena, room_for
 from itemset.masking.batch import ANY_CONSUMED, CONSUMED, COUNT_MASK, FAR_BLOCK, LOCAL, TAIL_BASE, TAILS, WIDTHS, Batch
 from itemset.masking.host import HostState, fill_bitmasks
 from itemset.masking.slots import Slots
-from itemset.ranking.beams import Beams
+from itemset.ranking.beams import Beams, table_of
 from itemset.trie import tables as trie_tables
 from itemset.trie import targets as trie_targets
 from itemset.trie.levels import LevelPlan
@@ -198,7 +198,7 @@ def test_ranked_lists_are_the_same(kernels: Any, options: dict[str, Any], gap: i
         while beams.passes_left:
             logits = torch.randn(beams.rows if beams.taken else 1, beams.queries, VOCABULARY)
             beams.round(logits.to(DEVICE))
-        found.append(beams.result)
+        found.append(table_of(beams.found))
     assert torch.equal(*found)
 
 

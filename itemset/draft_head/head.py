@@ -129,7 +129,7 @@ class DraftHead(nn.Module):
         self, arena: Arena, numbers: Sequence[int], plan: LevelPlan, hidden: Tensor, *, width: Width, k: int,
         renormalised: bool = False,
     ) -> Beams:  # fmt: skip
-        """Return the beams of some lists at their end: `Beams.result` has the items, each one of its list's set.
+        """Return the beams of some lists at their end: `Beams.found` has the items, each one of its list's set.
 
         A score is the sum of an item's log-probabilities by the head, whose own codes alone share each level's; the
         end costs nothing. Items with other tokens are not found, nor longer ones. Nothing is read back.

@@ -70,7 +70,7 @@ class Beams:
             # Row i of a list continues row parents[i] of the pass before, or the prompt, and so do its keys and values.
             logits = model(beams.next_inputs, beams.parents)  # [lists * width, queries, vocabulary]
             beams.round(logits)
-        beams.result
+        beams.found
 
     Nothing is read back and no shape depends on what a tensor holds. All of it is on the arena's device and current
     stream; the caller names the sets to `Arena.use`. With the same logits every rank finds the same.
@@ -190,7 +190,7 @@ class Beams:
 
     @property
     def found(self) -> Found:
-        """Return the items so far."""
+        """Return the items so far. Equal scores stand in the order in which they were found."""
         return Found(self._items.tokens, self._items.logs)
 
     @property
@@ -217,15 +217,6 @@ class Beams:
         """Return how many beams were passed to the model so far, and in how many rounds: [lists, 2] int64."""
         alive = torch.stack(self._alive)
         return torch.stack((alive.sum(0), (alive > 0).sum(0)), 1)
-
-    @property
-    def result(self) -> Tensor:
-        """Return the items, best first: [lists, k, 2 + longest] float64. Log-probability, number of tokens, tokens,
-        then -1.
-
-        Where there is no item: -inf, 0 and -1. Equal scores stand in the order in which they were found.
-        """
-        return table_of(self.found)
 
     @property
     def _best_left(self) -> Tensor:
@@ -339,7 +330,10 @@ def items_of(end_token: int | None, renormalised: bool) -> int:
 
 
 def table_of(found: Found) -> Tensor:
-    """Return items as the rows of `Beams.result`."""
+    """Return items as a table, [lists, k, 2 + longest] float64: log-probability, number of tokens, tokens, then -1.
+
+    Where there is no item: -inf, 0 and -1.
+    """
     tokens, scores = found
     return torch.cat((scores[:, :, None], (tokens >= 0).sum(2, keepdim=True).double(), tokens.double()), 2)
 

@@ -386,7 +386,7 @@ def engine_shapes(device: str) -> None:
                     slots.step(batch, logits)
                     slots.mask(slots.walk(batch), zeros(index), logits)
     for dtype in (torch.bfloat16, torch.float32):
-        warm_up(arena, zeros(dtype, 1, 1, ENGINE_VOCABULARY), kernels="triton")
+        warm_up(arena, zeros(dtype, 1, 1, ENGINE_VOCABULARY))
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from test_search import VOCABULARY
 import itemset
 from itemset.masking.arena import Arena, room_for
 from itemset.ranking import beams, exact_sampling, search, triton_kernels, triton_reads
-from itemset.ranking.beams import Beams, warm_up
+from itemset.ranking.beams import Beams, table_of, warm_up
 from itemset.ranking.exact_sampling import Drawing
 
 TOYS = toys()
@@ -93,7 +93,7 @@ def decided(found: Beams) -> list[list[tuple[Item, float] | None]]:
             for (score, length, *tokens), sure in zip(rows, sures, strict=True)
             if score > -np.inf or not sure
         ]
-        for rows, sures in zip(found.result.tolist(), exact, strict=True)
+        for rows, sures in zip(table_of(found.found).tolist(), exact, strict=True)
     ]
 
 
@@ -227,7 +227,7 @@ def test_nothing_is_compiled_while_serving(stepwise: bool, monkeypatch: pytest.M
     keys: set[str] = set()
     for module, name in KERNELS:
         monkeypatch.setattr(module, name, Recorded(getattr(module, name), keys))
-    warm_up(Arena(4096, DEVICE), torch.randn(1, 1, 77, device=DEVICE), stepwise=stepwise, kernels="triton")
+    warm_up(Arena(4096, DEVICE, kernels="triton"), torch.randn(1, 1, 77, device=DEVICE), stepwise=stepwise)
     assert {key.split()[0] for key in keys} == {name for _, name in KERNELS}
     known = set(keys)
     for items, n, width, temperature in zip(random_sets(2), (1, 2, 16), (1, 16, 6), (1.0, 0.5, 0.7), strict=True):

@@ -21,7 +21,7 @@ from itemset.masking.arena import Arena, room_for
 from itemset.masking.batch import LOCAL
 from itemset.ranking import triton_kernels
 from itemset.ranking.beam_state import STATE
-from itemset.ranking.beams import Beams
+from itemset.ranking.beams import Beams, table_of
 from itemset.ranking.search import Found, Search, width_at
 from itemset.trie.walk import DEAD
 
@@ -88,7 +88,7 @@ def placed(*sets: list[list[int]], kind: str | None = None) -> tuple[Arena, list
 def listed(beams: Beams, row: int) -> list[tuple[float, tuple[int, ...]]]:
     """Of one list: each item's score and tokens, as its result says."""
     items = []
-    for score, length, *tokens in beams.result[row].tolist():
+    for score, length, *tokens in table_of(beams.found)[row].tolist():
         if score == -np.inf:
             assert length == 0
             assert set(tokens) <= {-1.0}
@@ -196,7 +196,7 @@ def test_rows_that_lead_nowhere_are_left_out() -> None:
     for narrow in (False, True):
         beams = Beams(arena, [number] * 2, built.level_plan, width=24, k=6, end_token=END)
         caller = Caller(beams, narrow=narrow)
-        results.append((caller.run().result.tolist(), beams.took.tolist(), beams.proven.tolist()))
+        results.append((table_of(caller.run().found).tolist(), beams.took.tolist(), beams.proven.tolist()))
         shapes.append([rows for _, rows, *_ in caller.shapes])
     assert results[0] == results[1]
     assert shapes[0][:3] == [1, 24, 24]
@@ -214,7 +214,7 @@ def test_candidates_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(triton_kernels, "CANDIDATES", most)
         for end in (None, END):
             beams = Beams(arena, [number] * 2, built.level_plan, width=9, k=12, end_token=end, kernels="triton")
-            results.append(Caller(beams).run().result)
+            results.append(table_of(Caller(beams).run().found))
     assert all(torch.equal(result, results[i % 2]) for i, result in enumerate(results))
 
 

@@ -17,6 +17,7 @@ from views import KINDS, made
 
 import itemset
 from itemset.adapters.decode_loop import Ranking, beam_search
+from itemset.masking import Kernels
 from itemset.masking.arena import Arena, room_for
 
 VOCABULARY = 40
@@ -76,17 +77,15 @@ def search(
     width: int,
     end_token: int | None,
     batch: int = 2,
-    kernels: str = "auto",
+    kernels: Kernels = "auto",
     longest: int | None = None,
     kind: str = "whole",
 ) -> Ranking:
     built = made(items, kind)
-    arena = Arena(room_for(built), DEVICE)
+    arena = Arena(room_for(built), DEVICE, kernels=kernels)
     number = arena.acquire(built)
     longest = longest or built.longest
-    return beam_search(
-        arena, number, logits_fn, batch=batch, width=width, longest=longest, end_token=end_token, kernels=kernels
-    )
+    return beam_search(arena, number, logits_fn, batch=batch, width=width, longest=longest, end_token=end_token)
 
 
 def check_exact(items: list[list[int]], answer: Ranking, row: int, end_token: int | None) -> None:

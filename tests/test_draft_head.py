@@ -72,9 +72,11 @@ def by_hand(head: DraftHead, hidden: torch.Tensor, items: Sequence[Sequence[int]
     return sorted((one for one in scored if one[0] > float("-inf")), reverse=True)
 
 
-def placed(items: Sequence[Sequence[int]], kind: str = "whole") -> tuple[Arena, int, itemset.ItemSet]:
+def placed(
+    items: Sequence[Sequence[int]], kind: str = "whole", kernels: Any = "auto"
+) -> tuple[Arena, int, itemset.ItemSet]:
     built = made([list(item) for item in items], kind)
-    arena = Arena(room_for(built), DEVICE)
+    arena = Arena(room_for(built), DEVICE, kernels=kernels)
     return arena, arena.acquire(built), built
 
 
@@ -117,9 +119,9 @@ def catalogue(count: int = 300, seed: int = 3) -> list[Item]:
 @pytest.mark.parametrize("width", [1, 3, 20])
 def test_a_narrow_beam_finds_items_with_their_own_scores(width: int, kernels: Any) -> None:
     items = catalogue()
-    arena, number, _ = placed(items)
+    arena, number, _ = placed(items, kernels=kernels)
     head, hidden = head_of(), hidden_of(2)
-    ranking = draft_search(arena, number, head, hidden, width=width, kernels=kernels)
+    ranking = draft_search(arena, number, head, hidden, width=width)
     for row in range(2):
         found = listed(ranking.tokens[row])
         assert len(set(found)) == width
@@ -133,11 +135,9 @@ def test_a_narrow_beam_finds_items_with_their_own_scores(width: int, kernels: An
 def test_renormalised_scores_are_shares_of_the_legal_tokens(kernels: Any) -> None:
     """Here of all items: so they add up to one."""
     items = catalogue(40)
-    arena, number, built = placed(items)
+    arena, number, built = placed(items, kernels=kernels)
     head, hidden = head_of(), hidden_of(2)
-    beams = head.beams(
-        arena, [number] * 2, built.level_plan, hidden, width=40, k=len(items), renormalised=True, kernels=kernels
-    )
+    beams = head.beams(arena, [number] * 2, built.level_plan, hidden, width=40, k=len(items), renormalised=True)
     torch.testing.assert_close(beams.found.scores.exp().sum(1).cpu(), torch.ones(2, dtype=torch.float64))
     assert set(listed(beams.found.tokens[1])) == set(items)
 

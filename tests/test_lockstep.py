@@ -17,6 +17,7 @@ from test_exact_sampling import drawn, random_model
 from test_kernels import NothingReadBack
 from test_search import END, VOCABULARY, Model, best_items
 
+from itemset.ranking.beams import table_of
 from itemset.ranking.exact_sampling import Drawing
 from itemset.ranking.lockstep import Lockstep, rows_of_passes
 from itemset.ranking.search import Search
@@ -63,7 +64,7 @@ def test_the_search_on_the_host_finds_the_same(items: list[list[int]], end: int 
     if lists == 2:  # as the other one alone
         alone = Lockstep(arena, [number], plan, k=k, **options)
         run(alone, models=[1])
-        torch.testing.assert_close(beams.result[1], alone.result[0])
+        torch.testing.assert_close(table_of(beams.found)[1], table_of(alone.found)[0])
     most = rows_of_passes(plan, width, renormalised=renormalised, end_token=end)
     assert len(counts) == len(most)
     assert all(count <= bound if narrow else count == bound for count, bound in zip(counts, most, strict=True))
@@ -97,7 +98,7 @@ def test_triton_finds_the_same(end: int | None, renormalised: bool) -> None:
     ]
     for beams in made:
         run(beams, (0, 1))
-    torch.testing.assert_close(made[1].result, made[0].result, atol=1e-5, rtol=0)
+    torch.testing.assert_close(table_of(made[1].found), table_of(made[0].found), atol=1e-5, rtol=0)
 
 
 @settings(max_examples=20, deadline=None)

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import itemset
 from itemset.masking.arena import Arena
 from itemset.ranking import triton_kernels, triton_select
-from itemset.ranking.beams import Beams, warm_up
+from itemset.ranking.beams import Beams, table_of, warm_up
 from itemset.ranking.lockstep import Lockstep
 
 VOCABULARY, END = 72, 71
@@ -124,7 +124,7 @@ def test_beams_below_the_bar_lead_to_nothing() -> None:
             beams = Beams(arena, [number], built.level_plan, width=6, k=2, end_token=END, kernels=kernels)
             while beams.passes_left:
                 beams.round(torch.randn(6 if beams.taken else 1, beams.queries, 12, device=DEVICE) * 2 + 20)
-            results.append(beams.result)
+            results.append(table_of(beams.found))
         torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
 
 
@@ -186,7 +186,7 @@ def test_nothing_is_compiled_while_serving(monkeypatch: pytest.MonkeyPatch, voca
     keys: set[str] = set()
     for module, name in KERNELS:
         monkeypatch.setattr(module, name, Recorded(getattr(module, name), keys))
-    warm_up(Arena(4096, DEVICE), torch.randn(1, 1, vocabulary, device=DEVICE), kernels="triton")
+    warm_up(Arena(4096, DEVICE, kernels="triton"), torch.randn(1, 1, vocabulary, device=DEVICE))
     assert {key.split()[0] for key in keys} == {name for _, name in KERNELS}
     known = set(keys)
     for seed, size, lists in ((2, {"width": 6, "k": 16}, 2), (3, {"width": 1, "k": 1}, 3)):

@@ -22,7 +22,7 @@ from models import tiny_tokenizer
 import itemset
 from itemset import published
 from itemset.errors import ItemSetError, ItemSetWarning
-from itemset.masking.arena import Arena, ArenaFullError, Arrivals, arena_bytes, room_for
+from itemset.masking.arena import Arena, ArenaFullError, arena_bytes, room_for
 from itemset.masking.arena_plan import Holdings
 from itemset.serving import metrics
 from itemset.serving.catalogue import Catalogue, RefusedError, with_versions
@@ -363,11 +363,11 @@ def versions_of(count: int) -> list[itemset.ItemSet]:
 def test_the_version_before_stays_until_its_room_is_needed():
     first, second, third = versions_of(3)
     arena = Arena(arena_bytes([first, second], 256), max_sets=8)
-    holdings, arrivals = Holdings(arena.plan), Arrivals(arena)
+    holdings = Holdings(arena.plan)
 
     def take_up(item_set: itemset.ItemSet) -> int:
         pieces, steps = holdings.hold("films", item_set), 1
-        while not arrivals.advance("films", item_set, pieces):
+        while not arena.place_next("films", item_set, pieces):
             steps += 1
         holdings.settle("films")
         return steps
@@ -382,7 +382,7 @@ def test_the_version_before_stays_until_its_room_is_needed():
     take_up(third)
     take_up(second)
     arena = Arena(arena_bytes([first, second], 256), max_sets=8)
-    holdings, arrivals = Holdings(arena.plan), Arrivals(arena)
+    holdings = Holdings(arena.plan)
     take_up(first)
     take_up(second)
     number, start = holdings.hold("films", first)
@@ -395,8 +395,8 @@ def test_a_version_comes_in_pieces(monkeypatch):
     monkeypatch.setattr(arenas, "PIECE", 1024)
     (item_set,) = versions_of(1)
     arena = Arena(room_for(item_set), max_sets=2, kernels="triton")
-    holdings, arrivals = Holdings(arena.plan), Arrivals(arena)
+    holdings = Holdings(arena.plan)
     pieces, steps = holdings.hold("films", item_set), 1
-    while not arrivals.advance("films", item_set, pieces):
+    while not arena.place_next("films", item_set, pieces):
         steps += 1
     assert steps >= item_set.nbytes // 1024

@@ -12,11 +12,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from itemset.draft_head.head import DraftHead
-from itemset.masking import Kernels
 from itemset.masking.arena import Arena
-from itemset.ranking.beams import Beams
-
-LogitsFunction = Callable[[Tensor, Tensor], Tensor]
+from itemset.ranking.beams import BeamOptions, Beams
 
 
 class Ranking(NamedTuple):
@@ -32,8 +29,8 @@ class Ranking(NamedTuple):
 
 
 def beam_search(
-    arena: Arena, number: int, logits_fn: LogitsFunction, *, batch: int, width: int, longest: int,
-    end_token: int | None = None, kernels: Kernels = "auto",
+    arena: Arena, number: int, logits_fn: Callable[[Tensor, Tensor], Tensor], *, batch: int, width: int, longest: int,
+    end_token: int | None = None,
 ) -> Ranking:  # fmt: skip
     """Return the `width` best items, of set `number` of the arena, that a beam of this width finds.
 
@@ -49,13 +46,8 @@ def beam_search(
 
     Raises ValueError if batch, width or longest is less than 1, KeyError if the arena has no such set.
     """
-    if width < 1:
-        raise ValueError(f"a beam of width {width} finds nothing: make it at least 1")
-    plan = arena.level_plan(number)
-    beams = Beams(
-        arena, [number] * batch, plan, width=width, k=width, end_token=end_token, stepwise=True, longest=longest,
-        kernels=kernels,
-    )  # fmt: skip
+    options: BeamOptions = {"width": width, "k": width, "end_token": end_token, "stepwise": True, "longest": longest}
+    beams = Beams(arena, [number] * batch, arena.level_plan(number), **options)
     parents = torch.arange(width, device=arena.device).expand(batch, width)
     while beams.passes_left:
         logits = logits_fn(beams.tokens[:, :, : beams.taken].clamp(min=0), parents)
@@ -68,9 +60,7 @@ def beam_search(
     return _ranking(beams, longest)
 
 
-def draft_search(
-    arena: Arena, number: int, head: DraftHead, hidden: Tensor, *, width: int, kernels: Kernels = "auto"
-) -> Ranking:
+def draft_search(arena: Arena, number: int, head: DraftHead, hidden: Tensor, *, width: int) -> Ranking:
     """Return the `width` best items, of set `number` of the arena, that a draft head finds by a beam of this width.
 
     No pass of the model is needed but the one that gave `hidden`: [batch, L + 1, d], the states of its last layer at
@@ -80,7 +70,7 @@ def draft_search(
     Raises ValueError for another shape, or a width below 1; KeyError for no such set.
     """
     plan = arena.level_plan(number)
-    beams = head.beams(arena, [number] * len(hidden), plan, hidden, width=width, k=width, kernels=kernels)
+    beams = head.beams(arena, [number] * len(hidden), plan, hidden, width=width, k=width)
     return _ranking(beams, head.levels)
 
 

@@ -60,8 +60,8 @@ class ItemSetLogitsProcessor(LogitsProcessor):
         device = scores.device if importlib.util.find_spec("triton") else torch.device("cpu")
         rows, length = input_ids.shape
         slots = self._with_room(rows, device)
-        numbers = torch.arange(rows, device=device)
-        slots.reset(numbers)
+        numbers, sets, marks = (one[:rows] for one in self._begun)
+        slots.assign(numbers, sets, marks)
         begins = torch.as_tensor(self._begin, device=device).view(-1)
         self._check(rows, length, scores.shape[1])
         begin = begins.repeat_interleave(rows // len(begins))  # each prompt's beams stand together
@@ -110,11 +110,10 @@ class ItemSetLogitsProcessor(LogitsProcessor):
     def _with_room(self, rows: int, device: torch.device) -> Slots:
         if self._slots is None or len(self._slots.row_states) < rows:
             arena = Arena(room_for(self._item_set), device)
-            slots = Slots(arena, rows, max_rows=rows, max_stop_tokens=len(self._stops))
-            marks = torch.tensor([-1, *self._stops], dtype=torch.int32, device=device).expand(rows, -1)
+            self._slots = Slots(arena, rows, max_rows=rows, max_stop_tokens=len(self._stops))
             numbers = torch.arange(rows, device=device)
-            slots.assign(numbers, torch.full_like(numbers, arena.acquire(self._item_set)), marks)
-            self._slots = slots
+            marks = torch.tensor([-1, *self._stops], dtype=torch.int32, device=device).expand(rows, -1)
+            self._begun = numbers, torch.full_like(numbers, arena.acquire(self._item_set)), marks
         return self._slots
 
 

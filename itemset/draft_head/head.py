@@ -21,7 +21,6 @@ from torch.nn.functional import cross_entropy, pad
 
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
-from itemset.masking import Kernels
 from itemset.masking.arena import Arena
 from itemset.ranking.beams import Beams
 from itemset.ranking.search import Width
@@ -29,7 +28,6 @@ from itemset.text import TokenizerId
 from itemset.trie.levels import LevelPlan
 
 FORMAT, VERSION = "itemset draft head", "1"
-TRAIN_AGAIN = "train the head with this model, by `itemset train-head`"
 
 
 class DraftHead(nn.Module):
@@ -106,7 +104,7 @@ class DraftHead(nn.Module):
     ) -> None:
         """Raise ItemSetError unless the head is one for a model with this hidden size and vocabulary, and this
         tokenizer's fingerprint. None: not known."""
-        mend = f"give the model that was trained with it, or {TRAIN_AGAIN}"
+        mend = "give the model that was trained with it, or train the head with this model, by `itemset train-head`"
         sizes = ("a hidden size", self.hidden_size, hidden_size), ("a vocabulary", self.vocab_size, vocab_size)
         for what, own, given in sizes:
             if given is not None and own != given:
@@ -129,9 +127,9 @@ class DraftHead(nn.Module):
     @torch.no_grad()
     def beams(
         self, arena: Arena, numbers: Sequence[int], plan: LevelPlan, hidden: Tensor, *, width: Width, k: int,
-        renormalised: bool = False, kernels: Kernels = "auto",
+        renormalised: bool = False,
     ) -> Beams:  # fmt: skip
-        """Return the beams of some lists at their end: `Beams.result` has the items, each one of its list's set.
+        """Return the beams of some lists at their end: `Beams.found` has the items, each one of its list's set.
 
         A score is the sum of an item's log-probabilities by the head, whose own codes alone share each level's; the
         end costs nothing. Items with other tokens are not found, nor longer ones. Nothing is read back.
@@ -145,7 +143,7 @@ class DraftHead(nn.Module):
             raise ValueError(f"hidden states of shape {tuple(hidden.shape)}: {self.name} takes {shape} for these lists")
         beams = Beams(
             arena, numbers, plan, width=width, k=k, end_token=None, renormalised=renormalised,
-            stepwise=not renormalised, longest=None if renormalised else self.levels, normalised=True, kernels=kernels,
+            stepwise=not renormalised, longest=None if renormalised else self.levels,
         )  # fmt: skip
         hidden = hidden.to(next(self.parameters()).dtype)
         states = hidden[:, :1]
@@ -161,7 +159,8 @@ class DraftHead(nn.Module):
             # All other tokens have a column, too, the last one.
             columns = torch.full((self.vocab_size,), len(codes), dtype=torch.int32, device=codes.device)
             columns.index_copy_(0, codes, torch.arange(len(codes), dtype=torch.int32, device=codes.device))
-            beams.round(pad(found, (0, 1), value=-torch.inf)[:, None], columns=columns)
+            sums = None if renormalised else torch.zeros(*states.shape[:2], 1, device=codes.device)
+            beams.round(pad(found, (0, 1), value=-torch.inf)[:, None], columns=columns, sums=sums)
         return beams
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -185,7 +184,17 @@ class DraftHead(nn.Module):
 
         Raises ItemSetError that names the file: it is missing, damaged, no draft head, or one of another version.
         """
-        about, tensors = _read(path, device)
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(os.fspath(path), framework="pt", device=str(device)) as file:
+                about: Mapping[str, str] = file.metadata() or {}
+                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise ItemSetError(
+                f"the draft head {os.fspath(path)} cannot be read ({error}): give a safetensors file that "
+                "DraftHead.save has written"
+            ) from error
         name = f"the draft head {os.fspath(path)}"
         again = "write it again with DraftHead.save"
         if about.get("format") != FORMAT:
@@ -205,17 +214,3 @@ class DraftHead(nn.Module):
             raise ItemSetError(f"{name} is damaged ({type(error).__name__}: {reason}): {again}") from error
         head.eval().requires_grad_(False)
         return head
-
-
-def _read(path: str | os.PathLike[str], device: torch.device | str) -> tuple[Mapping[str, str], dict[str, Tensor]]:
-    """Return the metadata and the tensors of a safetensors file. Raises ItemSetError."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(os.fspath(path), framework="pt", device=str(device)) as file:
-            return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise ItemSetError(
-            f"the draft head {os.fspath(path)} cannot be read ({error}): give a safetensors file that DraftHead.save "
-            "has written"
-        ) from error

@@ -61,13 +61,8 @@ class Copies:
         # [max_sets + 1] the newest step that reads each set, 0 if none did. The last entry is nobody's.
         self._read = np.zeros(max_sets + 1, np.int64)
 
-    def use(self, numbers: NDArray[np.integer[Any]] | Iterable[int]) -> None:
-        """Begin a step that reads these sets, on the current stream; -1 means none.
-
-        All that the stream does until the next call may read them. It waits for copies of these sets, and no copy
-        overwrites them before it is done.
-        """
-        numbers = np.asarray(numbers, np.int64)
+    def use(self, numbers: NDArray[np.int64]) -> None:
+        """Begin a step that reads these sets and no others, -1 for none: see `Arena.use`."""
         steps = self._streams.current_stream(self._device)
         self._step += 1
         self._before[self._step % _REMEMBERED].record(steps)
@@ -83,12 +78,24 @@ class Copies:
     def pieces(self, number: int, overwritten: Iterable[int], parts: Parts) -> Iterator[None]:
         """Copy each part of a set to its tensor. PIECE bytes each time this is advanced: steps may run in between.
 
-        overwritten: the sets that lay there.
+        overwritten: the sets that lay there. All of `parts` has been read when this ends.
         """
         for other in {*overwritten, number}:
             self._wait_for_readers(other)
         for target, source in parts:
-            yield from self._stage(target, source)
+            position = 0
+            while position < len(source):
+                if self._filled == PIECE:
+                    yield
+                    self._free[self._at].record(self._stream)
+                    self._at, self._filled = 1 - self._at, 0
+                    self._free[self._at].synchronize()
+                size = min(PIECE - self._filled, len(source) - position)
+                piece = self._buffers[self._at][self._filled : self._filled + size]
+                np.copyto(piece.numpy(), source[position : position + size])
+                with self._streams.stream(self._stream):
+                    target[position : position + size].copy_(piece, non_blocking=True)
+                position, self._filled = position + size, self._filled + size
         copied = self._streams.Event()
         copied.record(self._stream)
         self._pending[number] = copied
@@ -106,24 +113,6 @@ class Copies:
         if not over.query():
             self._stream.wait_event(over)
 
-    def _stage(self, target: torch.Tensor, source: NDArray[Any]) -> Iterator[None]:
-        """Copy the bytes of `source` to `target`. Stops whenever a buffer is full. `source` has been read when this
-        ends."""
-        position = 0
-        while position < len(source):
-            if self._filled == PIECE:
-                yield
-                self._free[self._at].record(self._stream)
-                self._at, self._filled = 1 - self._at, 0
-                self._free[self._at].synchronize()
-            size = min(PIECE - self._filled, len(source) - position)
-            piece = self._buffers[self._at][self._filled : self._filled + size]
-            np.copyto(piece.numpy(), source[position : position + size])
-            with self._streams.stream(self._stream):
-                target[position : position + size].copy_(piece, non_blocking=True)
-            position += size
-            self._filled += size
-
 
 __all__ = ["Arena", "ArenaFullError", "Place", "Plan", "Resident", "arena_bytes", "check_tables", "room_for"]
 
@@ -133,28 +122,25 @@ _SECTIONS = dict(zip((*SECTIONS, "alive", "dead"), range(len(SECTIONS) + 2), str
 
 @dataclass
 class _Placed:
-    """A set whose tables are in an arena, or, until they are `there`, on their way to it.
-
-    row: of `Arena.sets`. levels, tokens: the level plan and the distinct tokens, or the set until they are asked for:
-    to read them off takes longer than all else that a small set needs, and not everyone wants them. view: the set, if
-    it is a view on which others may stand. alphabets: see `Arena.alphabet`.
-    """
+    """A set whose tables are in an arena, or, until they are `there`, on their way to it."""
 
     digest: str
     start: int
     end: int
-    row: NDArray[np.int64]
+    row: NDArray[np.int64]  # of `Arena.sets`
+    # The level plan and the distinct tokens, or the set until they are asked for: to read them off takes longer than
+    # all else that a small set needs, and not everyone wants them.
     levels: LevelPlan | ItemSet
     tokens: NDArray[np.int64] | ItemSet
-    view: ItemSet | None = None
+    view: ItemSet | None = None  # the set, if it is a view on which others may stand
     there: bool = False
-    alphabets: dict[tuple[int, ...], bytes] = field(default_factory=dict)
+    alphabets: dict[tuple[int, ...], bytes] = field(default_factory=dict)  # see `Arena.alphabet`
 
 
 class Arena:
     """The sets that a device's kernels read. Call it from one thread. `room_for` says how many bytes a set takes.
 
-    kernels: `cpu_kernels` or `triton_kernels`.
+    kernels: `cpu_kernels` or `triton_kernels`. choice: of these, and of those of searches over its sets.
     words: [nbytes / 4 + 1] int32. All tables; the last word is nobody's.
     sets: [max_sets + 1, ROW] int64. Each set's row, see `batch`: where its sections begin, in words. The last row is
         nobody's.
@@ -165,7 +151,7 @@ class Arena:
         self, nbytes: int, device: torch.device | str = "cpu", *, max_sets: int = 1024, kernels: Kernels = "auto"
     ) -> None:
         """Raise ItemSetError if the device has no such room or no such kernels, or as `Plan` does."""
-        self.plan, self.device = Plan(nbytes, max_sets=max_sets), torch.device(device)
+        self.plan, self.device, self.choice = Plan(nbytes, max_sets=max_sets), torch.device(device), kernels
         nbytes = self.plan.nbytes
         try:
             self.kernels = kernels_for("masking", self.device.type, kernels)
@@ -181,6 +167,7 @@ class Arena:
             self.rows_at = self.rows.ctypes.data
         self._bases = np.append(np.arange(max_sets), -1)  # whose tables each set reads: its own, or those of its base
         self._placed: dict[int, _Placed] = {}  # by number; what is placed last stands last
+        self._coming: dict[str, tuple[arena_plan.Piece, Iterator[None]]] = {}  # by a set's name: see `place_next`
         self._copies = Copies(self.device, max_sets)
 
     def acquire(self, item_set: ItemSet) -> int:
@@ -294,6 +281,18 @@ class Arena:
         placed.there, self._placed[number] = True, self._placed.pop(number)
         self._bases[number] = number if base is None else base
 
+    def place_next(self, name: str, item_set: ItemSet, piece: arena_plan.Piece) -> bool:
+        """Copy the next piece of a version's tables, between two steps. Return whether all of them are there.
+
+        name: of the registered set. Raises ItemSetError as `place` does.
+        """
+        if name not in self._coming or self._coming[name][0] != piece:
+            self._coming[name] = piece, self.placing(item_set, *piece)
+        if next(self._coming[name][1], self) is not self:
+            return False
+        del self._coming[name]  # what was overtaken meanwhile comes again
+        return self.holds(item_set.digest, *piece)
+
     def _parts(self, item_set: ItemSet, number: int, start: int, base: int | None) -> tuple[NDArray[np.int64], Parts]:
         """Return the row of `sets`, and what is to be copied where, the row last. base: the number of a view's base."""
         row, tables = table_row(item_set), item_set.trie.tables
@@ -322,26 +321,6 @@ class Arena:
             if placed.there and placed.digest == item_set.base.digest:
                 return number
         raise ItemSetError("the arena does not hold the set of which this is a view: acquire that first")
-
-
-class Arrivals:
-    """Brings the tables of versions to an arena in pieces, between an engine's steps."""
-
-    def __init__(self, arena: Arena) -> None:
-        self._arena = arena
-        self._coming: dict[str, tuple[arena_plan.Piece, Iterator[None]]] = {}  # by the name of the set
-
-    def advance(self, name: str, item_set: ItemSet, piece: arena_plan.Piece) -> bool:
-        """Copy some more of a version's tables. Return whether all of them are there.
-
-        Raises ItemSetError as `Arena.place` does.
-        """
-        if name not in self._coming or self._coming[name][0] != piece:
-            self._coming[name] = piece, self._arena.placing(item_set, *piece)
-        if next(self._coming[name][1], self) is not self:
-            return False
-        del self._coming[name]  # what was overtaken meanwhile comes again
-        return self._arena.holds(item_set.digest, *piece)
 
 
 def with_addresses(rows: NDArray[np.int64], words: int) -> NDArray[np.int64]:

@@ -17,34 +17,26 @@ class ArenaFullError(ItemSetError):
 
 
 class Place(NamedTuple):
-    """Where a request's set lies in the arenas of its engine, and when its constraint begins.
-
-    begins_after: the token after which the constraint begins, or -1. The rest: of its Resident.
-    """
+    """Where a request's set lies in the arenas of its engine, and when its constraint begins: see `Resident`."""
 
     number: int
     start: int
     digest: str
-    begins_after: int
+    begins_after: int  # the token after which the constraint begins, or -1
     below: Sequence[Sequence[int]] = ()
 
 
 @dataclass
 class Resident:
-    """One set in the arena.
+    """One set in the arena. A set that comes back after it was forgotten is another Resident."""
 
-    number: its row in `Arena.sets`. start, nbytes: its piece of the memory. users: `acquire` calls not yet released.
-    sent: whether the workers whose arenas are planned here have been given the tables. A set that comes back after it
-        was forgotten is another Resident. base: of a view, the set whose tables it reads: it stays while the view does.
-    """
-
-    number: int
+    number: int  # its row in `Arena.sets`
     digest: str
-    start: int
+    start: int  # of its piece of the memory
     nbytes: int
-    users: int = 0
-    sent: bool = False
-    base: "Resident | None" = None
+    users: int = 0  # `acquire` calls not yet released
+    sent: bool = False  # whether the workers whose arenas are planned here have been given the tables
+    base: "Resident | None" = None  # of a view, the set whose tables it reads: it stays while the view does
 
     @property
     def below(self) -> list[tuple[int, int]]:
@@ -184,22 +176,20 @@ class Holdings:
 
     def give_up(self, name: str) -> None:
         """Hold no room for the version that was asked for last."""
-        self._release(self._next.pop(name, None))
+        if name in self._next:
+            self._plan.release(self._next.pop(name).number)
 
     def settle(self, name: str) -> None:
         """The version that was asked for last is served: the one before it holds no room any more."""
-        self._release(self._held.pop(name, None))
+        if name in self._held:
+            self._plan.release(self._held.pop(name).number)
         if name in self._next:
             self._held[name] = self._next.pop(name)
 
     def drop(self, name: str) -> None:
         """Hold nothing under this name any more."""
         self.give_up(name)
-        self._release(self._held.pop(name, None))
-
-    def _release(self, resident: Resident | None) -> None:
-        if resident is not None:
-            self._plan.release(resident.number)
+        self.settle(name)
 
 
 def room_for(item_set: ItemSet) -> int:

@@ -106,7 +106,6 @@ class Batch(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Logits rows."""
         return self.slots.shape[0] * (self.rows_each or 1)  # `len` of a tensor takes five times longer
 
 

@@ -6,9 +6,6 @@ Most of a mask's time is here: there is a loop for each way in which labels lie,
 from typing import Any
 
 import numpy as np
-from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic
 
 from itemset.trie.levels import HEADER
 from itemset.trie.pointers import array_at, compiled, count_ones, first_edge, label, load32
@@ -16,16 +13,6 @@ from itemset.trie.walk import FREE, TAIL, WAITING, first_dead, is_terminal, tail
 
 _ALL = np.uint32(0xFFFFFFFF)
 _FEW = 20  # bits of a word: to find each of them is then faster than to look at all
-
-
-@intrinsic
-def _count_zeros_below(_typing: Any, _word: Any) -> Any:
-    """Return how many zeros stand below the lowest one of a word that is not 0."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        return builder.cttz(arguments[0], cgutils.true_bit)
-
-    return types.uint32(types.uint32), generate
 
 
 @compiled
@@ -124,7 +111,8 @@ def _set_alive(tables: Any, alive: Any, low: int, high: int, row: Any) -> None:
         if high & 31:
             alive &= (np.uint32(1) << np.uint32(high & 31)) - np.uint32(1)
         while alive:
-            _set_bit(row, label(tables, (low & ~31) + np.int64(_count_zeros_below(alive))))
+            below = count_ones(np.int64(~alive & (alive - np.uint32(1))))  # LLVM makes one instruction of it
+            _set_bit(row, label(tables, (low & ~31) + below))
             alive &= alive - np.uint32(1)
     else:
         _set_each(tables, alive, low, high, row)

@@ -175,7 +175,6 @@ def _stops(address: int) -> Any:
 
 @compiled
 def _step(address: int, state: int, token: int) -> Any:
-    """Return the state after `token`, DEAD if it is not allowed."""
     return next_state(address, state, token, NO_TOKEN, _stops(address))
 
 

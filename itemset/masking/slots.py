@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from itemset.masking.arena import Arena
-from itemset.masking.batch import CONSUMED, COUNT_MASK, LOCAL, STATE, Batch
+from itemset.masking.batch import Batch
 from itemset.trie.walk import FREE, STATE_BITS, WAITING
 
 
@@ -56,7 +56,7 @@ class Slots:
             end[row_to_slot] += 1  # a request is over when it has sampled one of its stop tokens
 
     Give every request with a set a stop token within the vocabulary: after the item nothing else is allowed, and a row
-    without one is empty. Committed tokens never shrink: an engine that takes some back calls ``reset``.
+    without one is empty. Committed tokens never shrink: an engine that takes some back assigns the slot again.
 
     All of it is on the device and written there, by the arena's kernels. Nothing here waits for the device. Under
     Triton `step`, `walk` and `forced` allocate nothing, and can be captured in a CUDA graph.
@@ -83,17 +83,9 @@ class Slots:
         slots: [n] integers. sets: [n] integers, the arena's numbers, or NO_SET. marks: [n, 1 + max_stop_tokens]
         integers, as in `Slots.marks`.
         """
-        self.marks.index_copy_(0, slots.long(), marks.to(self.marks.dtype))
-        self._begin(slots.long(), sets.long())
-
-    def reset(self, slots: Tensor) -> None:
-        """Put these slots back where `assign` had put them. They keep their sets and marks."""
-        index = slots.long()
-        cells = self.cells[index]
-        self._begin(index, torch.where(cells & LOCAL == FREE, NO_SET, (cells & STATE) >> STATE_BITS))
-
-    def _begin(self, slots: Tensor, sets: Tensor) -> None:
-        local = torch.where(self.marks[slots, 0] >= 0, WAITING, 0)
+        slots, sets, marks = slots.long(), sets.long(), marks.to(self.marks.dtype)
+        self.marks.index_copy_(0, slots, marks)
+        local = torch.where(marks[:, 0] >= 0, WAITING, 0)
         self.cells.index_copy_(0, slots, torch.where(sets >= 0, sets << STATE_BITS | local, FREE))
 
     def walk(self, batch: Batch) -> Tensor:
@@ -117,8 +109,3 @@ class Slots:
     def forced(self, states: Tensor, slots: Tensor, out: Tensor, *, guess: bool = False) -> None:
         """Fill out [rows, k] with what must follow the states, then -1 or guesses: see `cpu_kernels.forced`."""
         self.arena.kernels.forced(self.arena, states, self.marks, slots, out, guess)
-
-    def states(self) -> list[tuple[int, int, int]]:
-        """(set, state, committed tokens modulo 2^17) of every slot. Waits for the device: for tests and metrics."""
-        cells = self.cells[:-1].tolist()
-        return [((cell & STATE) >> STATE_BITS, cell & LOCAL, cell >> CONSUMED & COUNT_MASK) for cell in cells]

@@ -17,13 +17,14 @@ from itemset.masking import batch as batch_module
 from itemset.masking import triton_tables as tables
 from itemset.masking.arena import Arena
 from itemset.masking.batch import Batch, refuse_strides
-from itemset.masking.triton_logits import NEAR, mask_span, row_of
 
 LANES = 256  # labels of a node that are compared at once
 WHOLE = 4096  # a row of no more logits than this is walked and masked in one launch
 STORED = 4096  # bytes of logits that are masked at once: 16 of each thread
 SPAN = 1 << 15  # logits that one program masks
 WALK_WARPS, MASK_WARPS = 1, 8  # a walk waits for memory, and one warp for no other
+NEAR = tl.constexpr(16)  # columns that are written at once where none of them stays
+_NEAR_BITS = tl.constexpr((1 << 16) - 1)
 
 _STATE, _CONSUMED, _ANY_CONSUMED, _CONSUMED_MASK, _COUNT_MASK, _TREE, _COLUMNS = tables.constants(
     batch_module, "STATE CONSUMED ANY_CONSUMED CONSUMED_MASK COUNT_MASK TREE COLUMNS"
@@ -51,7 +52,7 @@ def mask(
 ) -> Tensor:
     refuse_strides(logits=logits, states=states, marks=marks, slots=slots)
     rows, vocabulary = logits.shape
-    chunk = min(STORED // logits.element_size(), max(_power_of_2(vocabulary), NEAR.value))
+    chunk = min(STORED // logits.element_size(), max(triton.next_power_of_2(vocabulary), NEAR.value))
     chunks = min(max(SPAN // chunk, 1), -(-vocabulary // chunk))
     _mask_kernel[(rows, -(-vocabulary // (chunk * chunks)))](
         arena.words, arena.sets, states, slots, rows_each, marks, marks.stride(0),
@@ -87,7 +88,7 @@ def _launch(arena: Arena, cells: Tensor, marks: Tensor, batch: Batch, out: Tenso
         tokens=batch.tokens, positions=batch.positions, cells=cells, marks=marks, out=out, logits=logits,
     )
     vocabulary = 0 if logits is None else logits.shape[1]
-    chunk = max(_power_of_2(vocabulary), NEAR.value)
+    chunk = max(triton.next_power_of_2(vocabulary), NEAR.value)
     _walk_kernel[(batch.rows,)](
         arena.words, arena.sets, cells, marks, marks.stride(0),
         batch.slots, batch.rows_each, batch.history, batch.history.stride(0), batch.begin, batch.end, batch.above,
@@ -108,13 +109,9 @@ def _is_aligned(logits: Tensor | None) -> bool:
     return logits is not None and (logits.data_ptr() | logits.stride(0) * logits.element_size()) % 16 == 0
 
 
-def _power_of_2(least: int) -> int:
-    return 1 << max(least - 1, 0).bit_length()
-
-
 def _stop_lanes(marks: Tensor | None) -> dict[str, int]:
     count = 0 if marks is None else marks.shape[1] - 1
-    return {"STOPS": count, "STOP_LANES": _power_of_2(count)}
+    return {"STOPS": count, "STOP_LANES": triton.next_power_of_2(max(count, 1))}
 
 
 @_jit
@@ -162,7 +159,8 @@ def _walk_kernel(
             known = tl.load(positions + row - depth).to(tl.int64)
             newest = tl.load(tokens + row - depth).to(tl.int64)
         if state & tables.LOCAL != tables.FREE:
-            new = _new_tokens((cell >> _CONSUMED) & _CONSUMED_MASK, end - begin)
+            total, consumed = end - begin, (cell >> _CONSUMED) & _CONSUMED_MASK
+            new = tl.where(consumed == 0, total, (total - consumed) & _COUNT_MASK)
             if new > end:  # the window does not reach back so far
                 state = (state & ~tables.LOCAL) | tables.DEAD
             else:
@@ -174,7 +172,8 @@ def _walk_kernel(
                         token = tl.where(column == known, newest, tl.load(at, mask=column != known, other=0))
                     state = tables.next_state(words, fields, state, token, row_marks, STOPS, STOP_LANES, LANES)
             # Every row of a request writes the same.
-            tl.atomic_xchg(cells + slot, _walked(state, end - begin), sem="relaxed")
+            count = (total & _COUNT_MASK) | tl.where(total == 0, 0, _ANY_CONSUMED)
+            tl.atomic_xchg(cells + slot, state | (count << _CONSUMED), sem="relaxed")
             if state & tables.LOCAL == tables.DEAD:
                 state = state - tables.DEAD + tables.END
             if tokens is not None:
@@ -190,8 +189,8 @@ def _walk_kernel(
                     state = tables.next_state(words, fields, state, token, row_marks, STOPS, STOP_LANES, LANES)
         tl.store(out + row, state)
         if logits is not None:
-            mask_span(words, sets, fields, state, row_marks, True, row_of(logits, row * logits_stride, ALIGNED),
-                       0, vocabulary, STOPS, STOP_LANES, LANES, CHUNK)
+            _mask_span(words, sets, fields, state, row_marks, True, _row_of(logits, row * logits_stride, ALIGNED),
+                        0, vocabulary, STOPS, STOP_LANES, LANES, CHUNK)
 
 
 @_jit
@@ -204,9 +203,9 @@ def _mask_kernel(
     slot = tl.load(slots + _request(rows_each)).to(tl.int64)
     state = tl.load(states + row)
     low = tl.program_id(1) * (CHUNK * CHUNKS)
-    mask_span(
+    _mask_span(
         words, sets, tables.set_fields(sets, state), state, marks + tl.maximum(slot, 0) * marks_stride, slot >= 0,
-        row_of(logits, row * logits_stride, ALIGNED), low, tl.minimum(low + CHUNK * CHUNKS, vocabulary),
+        _row_of(logits, row * logits_stride, ALIGNED), low, tl.minimum(low + CHUNK * CHUNKS, vocabulary),
         STOPS, STOP_LANES, LANES, CHUNK,
     )
 
@@ -246,19 +245,6 @@ def _forced_kernel(
 
 
 @triton.jit
-def _new_tokens(consumed, total):
-    """Return how many of the committed tokens a cell has not seen. consumed: as in a cell."""
-    return tl.where(consumed == 0, total, (total - consumed) & _COUNT_MASK)
-
-
-@triton.jit
-def _walked(state, total):
-    """Return the cell of a state to which this many committed tokens have led."""
-    count = (total & _COUNT_MASK) | tl.where(total == 0, 0, _ANY_CONSUMED)
-    return state | (count << _CONSUMED)
-
-
-@triton.jit
 def _request(rows_each):
     """Return the request of this program's row: its index in `slots`."""
     request = tl.program_id(0)
@@ -278,3 +264,123 @@ def _depth(above, row, LAYOUT: tl.constexpr):
             depth += 1
             parent = tl.load(above + parent).to(tl.int64)
     return depth
+
+
+@triton.jit
+def _row_of(logits, offset, ALIGNED: tl.constexpr):
+    row = logits + offset
+    return tl.multiple_of(row, 16) if ALIGNED else row
+
+
+@triton.jit
+def _mask_span(
+    words, sets, fields, state, row_marks, has_marks, logits, low, high,
+    STOPS: tl.constexpr, STOP_LANES: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr,
+):
+    """Mask the logits from `low` to `high` of one row."""
+    local = state & tables.LOCAL
+    if (local < tables.WAITING) | (local >= tables.END):
+        ended = local == tables.END
+        first, count, tail_token, may_end = local * 0, local * 0, local * 0 - 1, ended
+        if local >= tables.TAIL:
+            tail_token, _ = tables.tail_entry(words, fields, local, True)
+        elif local < tables.WAITING:
+            may_end = tables.ends_here(words, fields, local)
+            first, end = tables.row_bounds(words, fields, local)
+            count = end - first
+        may_end = may_end & has_marks
+        # What follows an end has its columns saved and written back, whoever overwrites them.
+        stop_lane = tl.arange(0, STOP_LANES)
+        stop = tl.load(row_marks + 1 + stop_lane, mask=(stop_lane < STOPS) & may_end, other=-1)
+        stop_stays = (stop >= low) & (stop < high)
+        kept_stop = tl.load(logits + stop, mask=stop_stays)
+        kept_stop = tl.where(ended & (kept_stop == -float("inf")), 0.0, kept_stop)
+        bits, first_word, width = local * 0, local * 0, local * 0
+        if count > LANES:
+            bits, first_word, width = tables.ready_row(words, sets, state)
+        if width > 0:
+            tl.debug_barrier()
+            _forbid_others(words + bits, first_word, width, logits, low, high, CHUNK)
+            _forbid_dead(words, fields, first, first + count, logits, low, high, LANES)
+            tl.debug_barrier()
+        else:
+            _keep(words, fields, first, count, tail_token, logits, low, high, LANES, CHUNK)
+        tl.store(logits + stop, kept_stop, mask=stop_stays)
+
+
+@triton.jit
+def _keep(words, fields, first, count, tail_token, logits, low, high, LANES: tl.constexpr, CHUNK: tl.constexpr):
+    """Read what stays of the logits from `low` to `high`, overwrite all of them, write back what stays.
+
+    LANES edges at a time, each time up to the label at which the next ones begin. That is a multiple of spare, for
+    aligned writes. Labels ascend and differ, so up to spare - 1 edges come again.
+    """
+    spare: tl.constexpr = max(LANES // 16, 1)
+    end = first + count
+    if (low > 0) & (count > LANES):
+        first = tables.first_from(words, fields, tables.LABELS, tables.NARROW_LABELS, first, end, low)
+    part = low
+    while part < high:
+        lane = first + tl.arange(0, LANES)
+        edge = lane < end
+        label = tables.element(words, fields, tables.LABELS, lane, tables.NARROW_LABELS, edge)
+        label = tl.where(edge, label, tl.where(lane == first, tail_token, -1))
+        beyond = first + (LANES - spare)
+        next_label = tables.element(words, fields, tables.LABELS, beyond, tables.NARROW_LABELS, beyond < end)
+        until = tl.minimum(tl.where(beyond < end, (next_label // spare * spare).to(tl.int32), high), high)
+        stays = (label >= part) & (label < until)
+        stays = stays & (~edge | tables.is_alive(words, fields, lane, edge, fields[tables.DEAD_COUNT]))
+        kept = tl.load(logits + label, mask=stays)
+        tl.debug_barrier()
+        for begin in range(part, until, CHUNK):
+            _forbid(logits, begin, until, CHUNK)
+        tl.debug_barrier()
+        tl.store(logits + label, kept, mask=stays)
+        first = beyond - spare + 1
+        part = until
+
+
+@triton.jit
+def _forbid_dead(words, fields, first, end, logits, low, high, LANES: tl.constexpr):
+    """Overwrite the logits of those edges of a node, `first` to `end`, that are in the list of dead ones."""
+    count = fields[tables.DEAD_COUNT]
+    if count > 0:
+        at = tables.first_from(words, fields, tables.DEAD_LIST, 0, count * 0, count, first)
+        while at < count:
+            lane = at + tl.arange(0, LANES)
+            edge = tables.word(words, fields, tables.DEAD_LIST, lane, lane < count)
+            dead = (lane < count) & (edge < end)
+            label = tables.element(words, fields, tables.LABELS, edge, tables.NARROW_LABELS, dead)
+            tl.store(logits + label, -float("inf"), mask=dead & (label >= low) & (label < high))
+            at += LANES
+            more = at < count
+            at = tl.where(more & (tables.word(words, fields, tables.DEAD_LIST, at, more) < end), at, count)
+
+
+@triton.jit
+def _forbid(logits, begin, high, CHUNK: tl.constexpr):
+    column = begin + tl.arange(0, CHUNK)
+    tl.store(logits + column, -float("inf"), mask=column < high)
+
+
+@triton.jit
+def _forbid_others(bits, first_word, width, logits, low, high, CHUNK: tl.constexpr):
+    """Overwrite the logits from `low` to `high` whose bit is not set in a ready mask. Reads no logits.
+
+    bits: [width] words, of which the first is for columns 32 * first_word and the 31 after it. Where 16 columns in a
+    row stay nowhere, a thread writes 16 bytes at once.
+    """
+    for begin in range(low, high, CHUNK):
+        word = (begin >> 5) - first_word
+        if (word + (CHUNK + 31) // 32 > 0) & (word < width):
+            start = begin + tl.arange(0, CHUNK // NEAR) * NEAR
+            at = (start >> 5) - first_word
+            mask = tl.load(bits + at, mask=(at >= 0) & (at < width), other=0)
+            near = ((mask >> (start & 31)) & _NEAR_BITS)[:, None]
+            lane = tl.arange(0, NEAR)[None, :]
+            column = start[:, None] + lane
+            tl.store(logits + column, -float("inf"), mask=(near == 0) & (column < high))
+            forbidden = (near != 0) & (((near >> lane) & 1) == 0)
+            tl.store(logits + column, -float("inf"), mask=forbidden & (column < high))
+        else:
+            _forbid(logits, begin, high, CHUNK)

@@ -32,18 +32,12 @@ END_SCORE, END_LOG, EARLIEST = range(3)
 
 
 class Rules(NamedTuple):
-    """What does not change during a search.
+    """What does not change during a search."""
 
-    end_token: the token after an item, which counts in its score; -1: an end costs nothing.
-    items: OPEN, ENDED or ALONE: which children are items at once.
-    whole: whether a child's tail is read at once; else beams go through it token by token.
-    power: 1 / temperature of races, whose score is a Gumbel time; 0 for lists, whose score is the log-probability.
-    """
-
-    end_token: int
-    items: int
-    whole: bool
-    power: float
+    end_token: int  # the token after an item, which counts in its score; -1: an end costs nothing
+    items: int  # OPEN, ENDED or ALONE: which children are items at once
+    whole: bool  # whether a child's tail is read at once; else beams go through it token by token
+    power: float  # 1 / temperature of races, whose score is a Gumbel time; 0 of lists, whose score is log-probability
 
 
 class Rows(NamedTuple):
@@ -66,7 +60,6 @@ class Rows(NamedTuple):
 
     @classmethod
     def empty(cls, lists: int, width: int, longest: int, device: torch.device) -> "Rows":
-        """Return room for beams."""
         options = {"dtype": torch.int64, "device": device}
         return cls(torch.empty(COLUMNS, lists, width, **options), torch.empty(lists, width, longest, **options))
 
@@ -101,28 +94,23 @@ class Items(NamedTuple):
 
     @classmethod
     def empty(cls, lists: int, k: int, longest: int, device: torch.device) -> "Items":
-        """Return room for items."""
         tokens = torch.empty(lists, k, longest, dtype=torch.int64, device=device)
         return cls(tokens, *torch.empty(2, lists, k, dtype=torch.float64, device=device))
 
 
 class Pass(NamedTuple):
-    """What a round reads.
-
-    logits: [L, R, q, vocabulary], of any floating dtype, a stride of 1 in the last dimension.
-    taken: how many tokens stand before a beam's tail.
-    offsets: [L, W] int64. The children of a list stand one beam after another: where those of each beam end.
-    columns: [vocabulary] int32, contiguous: the column of each token that may follow; None if each has its own. The
-        logits are then [L, R, q, columns], and `log_sums` is not for them.
-    """
+    """What a round reads."""
 
     arena: Arena
-    logits: Tensor
+    logits: Tensor  # [L, R, q, vocabulary], of any floating dtype, a stride of 1 in the last dimension
     rows: Rows
     items: Items
+    # [L, W] int64. The children of a list stand one beam after another: where those of each beam end.
     offsets: Tensor
-    taken: int
+    taken: int  # how many tokens stand before a beam's tail
     rules: Rules
+    # [vocabulary] int32, contiguous: the column of each token that may follow; None if each has its own. The logits
+    # are then [L, R, q, columns], and `log_sums` is not for them.
     columns: Tensor | None = None
 
 

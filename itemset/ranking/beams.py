@@ -21,8 +21,6 @@ from itemset.ranking.beam_state import ENDED, NOTHING, OPEN, Items, Pass, Rows, 
 from itemset.ranking.search import Width, check_positive, check_widths, width_at
 from itemset.trie.levels import LevelPlan
 
-__all__ = ["BeamOptions", "Beams", "Found", "LevelPlan", "table_of", "warm_up"]
-
 _NEAR = 2.0**-20  # children order by float32: what is nearer than such a part of a score is not told apart
 
 
@@ -35,10 +33,9 @@ class BeamOptions(TypedDict, total=False):
     renormalised: score each token by its share among those that may stand there; tails then cost nothing.
     stepwise: one token a pass for all beams: `queries` is 1, and an item that stands alone may be pruned later.
     longest: with stepwise, the most tokens of an item that is found; those of the plan's longest if None.
-    normalised: the logits that come are log-probabilities, so that nobody has to add them up.
     keys: [lists] int64, on the arena's device: draw, by these keys of `exact_sampling.Drawing.races`.
     temperature: of draws, above 0 and at most 1.
-    kernels: Numba on a CPU and Triton on an accelerator, if "auto".
+    kernels: by default as the arena's; "auto" is Numba on a CPU and Triton on an accelerator.
     """
 
     width: Required[Width]
@@ -47,7 +44,6 @@ class BeamOptions(TypedDict, total=False):
     renormalised: bool
     stepwise: bool
     longest: int | None
-    normalised: bool
     keys: Tensor | None
     temperature: float
     kernels: Kernels
@@ -74,7 +70,7 @@ class Beams:
             # Row i of a list continues row parents[i] of the pass before, or the prompt, and so do its keys and values.
             logits = model(beams.next_inputs, beams.parents)  # [lists * width, queries, vocabulary]
             beams.round(logits)
-        beams.result
+        beams.found
 
     Nothing is read back and no shape depends on what a tensor holds. All of it is on the arena's device and current
     stream; the caller names the sets to `Arena.use`. With the same logits every rank finds the same.
@@ -103,14 +99,14 @@ class Beams:
         self.queries, self.rows, self.riding, self.taken = 1, 1, 0, 0
         end_token, keys = options["end_token"], options.get("keys")
         self._plan, self._renormalised = plan, options.get("renormalised", False)
-        self._normalised, self._races = options.get("normalised", False), keys is not None
+        self._races = keys is not None
         self._rules = Rules(
             -1 if end_token is None else end_token,
             items_of(end_token, self._renormalised),
             not options.get("stepwise", False),
             0.0 if keys is None else 1 / options.get("temperature", 1.0),
         )
-        self._kernels = kernels_for("ranking", arena.device.type, options.get("kernels", "auto"))
+        self._kernels = kernels_for("ranking", arena.device.type, options.get("kernels", arena.choice))
         self.passes_left = self._passes()
         sets = torch.empty(self.lists, dtype=torch.int64, device=arena.device)
         for i, number in enumerate(numbers):
@@ -194,7 +190,7 @@ class Beams:
 
     @property
     def found(self) -> Found:
-        """Return the items so far."""
+        """Return the items so far. Equal scores stand in the order in which they were found."""
         return Found(self._items.tokens, self._items.logs)
 
     @property
@@ -223,15 +219,6 @@ class Beams:
         return torch.stack((alive.sum(0), (alive > 0).sum(0)), 1)
 
     @property
-    def result(self) -> Tensor:
-        """Return the items, best first: [lists, k, 2 + longest] float64. Log-probability, number of tokens, tokens,
-        then -1.
-
-        Where there is no item: -inf, 0 and -1. Equal scores stand in the order in which they were found.
-        """
-        return table_of(self.found)
-
-    @property
     def _best_left(self) -> Tensor:
         return score_of(torch.stack(self._left).amax(0))
 
@@ -241,12 +228,38 @@ class Beams:
         logits: [lists * R, queries, vocabulary], of any floating dtype, on the arena's device, a stride of 1 in the
         last dimension; R is at least `rows`, those that stand first in each list, and 1 at first. They are not changed.
         columns: as of `Pass`, if there are logits of the set's own tokens only. sums: then, unless scores are
-        renormalised or the logits normalised, what `log_sums` says of all tokens. Raises ValueError for another shape,
-        or if no pass is left.
+        renormalised, what `log_sums` says of all tokens; zeros for logits that are log-probabilities. Raises ValueError
+        for another shape, or if no pass is left.
         """
         if not self.passes_left:
             raise ValueError("the search is over: no pass is left")
-        self._take(self._by_list(logits), columns, sums)
+        logits = self._by_list(logits)
+        kernels, rules, riding, size = self._kernels, self._rules, self.riding, self._children()
+        now = self._now(logits, columns)
+        if sums is None:
+            if columns is not None and not self._renormalised:
+                raise ValueError("columns without sums: the logits are not those of all tokens")
+            sums = (kernels.legal_sums if self._renormalised else kernels.log_sums)(now)
+        ends = kernels.ended(now, sums)
+        keys = places = torch.empty(1, self.lists, 0, dtype=torch.int64, device=self.arena.device)
+        done = None
+        if size:
+            wanted = max(self._next_width + 1, 0 if rules.items == OPEN else self.k)
+            keys, places = kernels.best(now, sums, ends, size, wanted)
+            self._left.append(keys[0, :, self._next_width])
+            if rules.items != OPEN:
+                done = kernels.follow(now, sums, ends, keys[1], places[1], self.k, 0)
+        count = self._plan_pass(size)
+        self._rows = kernels.follow(now, sums, ends, keys[0], places[0], self.riding + count, self.riding)
+        self._items, alive = kernels.merge(now, ends, done, riding)
+        self._alive.append(alive)
+        self.taken += 1
+        self.passes_left -= 1
+        if not (self.passes_left or rules.whole) and rules.items == ENDED:
+            # Where `longest` cuts longer items off, what ends there costs no further pass, and no logits.
+            last = now._replace(rows=self._rows, items=self._items, logits=logits[:, :1].expand(-1, count, -1, -1))
+            ends = kernels.ended(last, sums[:, :1].repeat(1, count, 1))
+            self._items, _ = kernels.merge(last, ends, None, 0)
 
     def log_sums(self, logits: Tensor, first: int = 0) -> Tensor:
         """Return the log-sum-exp of some rows' logits: [lists, some, queries] float32; infinite for beams that lead to
@@ -273,33 +286,6 @@ class Beams:
     def _now(self, logits: Tensor, columns: Tensor | None = None) -> Pass:
         offsets = self._rows.table[form.DEGREE].cumsum(1)
         return Pass(self.arena, logits, self._rows, self._items, offsets, self.taken, self._rules, columns)
-
-    def _take(self, logits: Tensor, columns: Tensor | None = None, sums: Tensor | None = None) -> None:
-        """Do a round. logits: [lists, R, queries, vocabulary], of any strides but the last."""
-        kernels, rules = self._kernels, self._rules
-        riding, size = self.riding, self._children()
-        now = self._now(logits, columns)
-        sums = self._sums(now) if sums is None else sums
-        ends = kernels.ended(now, sums)
-        keys = places = torch.empty(1, self.lists, 0, dtype=torch.int64, device=self.arena.device)
-        done = None
-        if size:
-            wanted = max(self._next_width + 1, 0 if rules.items == OPEN else self.k)
-            keys, places = kernels.best(now, sums, ends, size, wanted)
-            self._left.append(keys[0, :, self._next_width])
-            if rules.items != OPEN:
-                done = kernels.follow(now, sums, ends, keys[1], places[1], self.k, 0)
-        count = self._plan_pass(size)
-        self._rows = kernels.follow(now, sums, ends, keys[0], places[0], self.riding + count, self.riding)
-        self._items, alive = kernels.merge(now, ends, done, riding)
-        self._alive.append(alive)
-        self.taken += 1
-        self.passes_left -= 1
-        if not (self.passes_left or rules.whole) and rules.items == ENDED:
-            # Where `longest` cuts longer items off, what ends there costs no further pass, and no logits.
-            last = now._replace(rows=self._rows, items=self._items, logits=logits[:, :1].expand(-1, count, -1, -1))
-            ends = kernels.ended(last, sums[:, :1].repeat(1, count, 1))
-            self._items, _ = kernels.merge(last, ends, None, 0)
 
     def _plan_pass(self, size: int) -> int:
         """Settle how many rows and query tokens the next pass has, of `size` children; returns how many beams are
@@ -337,15 +323,6 @@ class Beams:
             return 0
         return (self._plan.children if self._rules.whole else self._plan.successors)(self.taken, self.rows)
 
-    def _sums(self, now: Pass) -> Tensor:
-        """Return the logarithm of what divides each row's exponentials: [lists, R, queries] float32."""
-        if self._normalised and not self._renormalised:
-            return torch.zeros(now.logits.shape[:3], device=now.logits.device)
-        if now.columns is not None and not self._renormalised:
-            raise ValueError("columns without sums: the logits are not those of all tokens")
-        sums: Tensor = (self._kernels.legal_sums if self._renormalised else self._kernels.log_sums)(now)
-        return sums
-
 
 def items_of(end_token: int | None, renormalised: bool) -> int:
     """Return which children are items at once, of `Rules`."""
@@ -353,7 +330,10 @@ def items_of(end_token: int | None, renormalised: bool) -> int:
 
 
 def table_of(found: Found) -> Tensor:
-    """Return items as the rows of `Beams.result`."""
+    """Return items as a table, [lists, k, 2 + longest] float64: log-probability, number of tokens, tokens, then -1.
+
+    Where there is no item: -inf, 0 and -1.
+    """
     tokens, scores = found
     return torch.cat((scores[:, :, None], (tokens >= 0).sum(2, keepdim=True).double(), tokens.double()), 2)
 
@@ -376,25 +356,20 @@ def _log_exponential(keys: Tensor) -> Tensor:
     return (-unit.log()).log()
 
 
-_ONE_NODE = LevelPlan((1,), (np.ones(1, np.int64),), (0,), (0,), 1)  # of a set of one item of one token
-
-
-def warm_up(
-    arena: Arena, logits: Tensor, *, stepwise: bool = False, kernels: Kernels = "auto", columns: Tensor | None = None
-) -> None:
+def warm_up(arena: Arena, logits: Tensor, *, stepwise: bool = False, columns: Tensor | None = None) -> None:
     """Compile what lists and races launch, all that would else be compiled while the first list waits.
 
     logits: [1, 1, vocabulary], any values, of the type of those to come. stepwise: of the races. columns: as of
     `Pass`, for logits that come with such. The arena may be empty.
     """
-    size = logits.shape[2]
+    size, one_token = logits.shape[2], LevelPlan((1,), (np.ones(1, np.int64),), (0,), (0,), 1)  # a set of one item
     rows = logits.new_zeros(2, 1, size - size % 16 + 32)
-    both: BeamOptions = {"width": 1, "k": 1, "end_token": 0, "kernels": kernels}
+    both: BeamOptions = {"width": 1, "k": 1, "end_token": 0}
     keys = torch.zeros(2, dtype=torch.int64, device=arena.device)
     searches: list[BeamOptions] = [both, {**both, "end_token": None}, {**both, "renormalised": True}]
     for options in [*searches, {**both, "keys": keys, "stepwise": stepwise}]:
         for first in (0, 1):  # rows that begin at a multiple of 16 bytes, and others
-            beams = Beams(arena, [0, 0], _ONE_NODE, **options)
+            beams = Beams(arena, [0, 0], one_token, **options)
             beams._items.scores.fill_(torch.inf)  # a bar that nothing passes: there may be no set to follow an edge in
             now = rows[:, :, first : first + size]
             beams.round(now, columns=columns, sums=None if columns is None else beams.log_sums(now))

@@ -72,8 +72,8 @@ class Drawing(Rounds):
         tree = ScoredTree(item_set, end_token=end_token, power=1 / temperature)
         super().__init__(tree, options.get("max_passes"))
         races, self._k = (n, 1) if options.get("replace", True) else (1, n)
-        keys = np.random.SeedSequence(options.get("seed")).generate_state(races, "u8")
-        self._races = [Race.of(key, self._k) for key in keys]
+        self._keys = np.random.SeedSequence(options.get("seed")).generate_state(races, "u8")
+        self._races = [Race.of(key, self._k) for key in self._keys]
         self._known: Mapping[int, Sequence[Item]] = {}
         self._before = 0, 0
         self._approximate = options.get("approximate", False)
@@ -81,7 +81,7 @@ class Drawing(Rounds):
     @property
     def races(self) -> tuple[list[int], int]:
         """Return the keys of the races' roots, as int64, and how many items each race is for: for `beams.Beams`."""
-        return [int(np.uint64(race.key).view(np.int64)) for race in self._races], self._k
+        return self._keys.view(np.int64).tolist(), self._k
 
     def begin_with(self, known: Mapping[int, Sequence[Item]], passes: int, rounds: int) -> Found | None:
         """Take over the results of `beams.Beams`, before the first round: all items of some races, by number. The
@@ -136,23 +136,18 @@ class Drawing(Rounds):
 
 @dataclass
 class Race:
-    """The heap of one race, the earliest entry first.
+    """The heap of one race, the earliest entry first."""
 
-    items: the nodes of the items that have rung; there will be `k`. key: the root's. heap: [room] ENTRY.
-    """
-
-    key: int
     k: int
-    heap: NDArray[Any]
+    heap: NDArray[Any]  # [room] ENTRY
     size: int = 1
-    items: list[int] = field(default_factory=list)
+    items: list[int] = field(default_factory=list)  # the nodes of those that have rung; there will be `k`
 
     @classmethod
     def of(cls, key: np.uint64, k: int) -> "Race":
-        """Return the race at its beginning."""
         heap = np.zeros(64, ENTRY)
         heap[0] = (log_exponential(key), key, 0.0, ROOT, 0)
-        return cls(int(key), k, heap)
+        return cls(k, heap)
 
     @property
     def over(self) -> bool:
@@ -177,7 +172,6 @@ class Race:
         return True
 
     def copy(self) -> "Race":
-        """Return another race at the same point."""
         return replace(self, heap=self.heap.copy(), items=self.items.copy())
 
     def look_ahead(self, tree: ScoredTree, count: int) -> list[int]:

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from itemset.masking.arena import Arena
 from itemset.ranking.beam_state import ALONE, ENDED, OPEN
-from itemset.ranking.beams import BeamOptions, Beams, LevelPlan, items_of
+from itemset.ranking.beams import BeamOptions, Beams, items_of
 from itemset.ranking.search import Width, width_at
+from itemset.trie.levels import LevelPlan
 
 _Groups = list[tuple[int, int]]  # of tails: rows, and the most tokens that one of them has to score
 

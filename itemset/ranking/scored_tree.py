@@ -17,11 +17,8 @@ from itemset.trie.walk import END, TAIL, advance, follow, is_alive, is_terminal,
 
 
 class Pass(NamedTuple):
-    """One forward pass over the prompt and `tokens` of an item.
-
-    It gives the log-probabilities of `tokens[known:]`, each after the tokens before it, and those of `after` after all
-    of them.
-    """
+    """One forward pass over the prompt and `tokens` of an item. It gives the log-probabilities of `tokens[known:]`,
+    each after the tokens before it, and those of `after` after all of them."""
 
     tokens: tuple[int, ...]
     known: int

@@ -74,7 +74,7 @@ class Rounds(ABC):
     read `result`."""
 
     def __init__(self, tree: ScoredTree, max_passes: int | None) -> None:
-        self.tree, self._max_passes, self._taken, self._rounds = tree, max_passes, 0, 0
+        self.tree, self._max_passes, self._taken, self._rounds = tree, max_passes or sys.maxsize, 0, 0
         self._bar = -np.inf  # nodes whose mass is no higher are of no use
         self._passes: list[Pass] | None = None
 
@@ -93,7 +93,7 @@ class Rounds(ABC):
 
     @property
     def _left(self) -> int:
-        return sys.maxsize if self._max_passes is None else max(0, self._max_passes - self._taken)
+        return max(0, self._max_passes - self._taken)
 
     def _ask(self) -> list[Pass]:
         nodes = self._next_nodes()[: self._left]

@@ -30,8 +30,7 @@ TOKENS = 32  # tokens that are copied at once
 SUM_WARPS, WARPS, ROW_WARPS = 8, 4, 1
 CANDIDATES = 1 << 23  # keys that stand in memory at once
 
-_OPEN = tl.constexpr(beam_state.OPEN)
-_ENDED = tl.constexpr(beam_state.ENDED)
+_OPEN, _ENDED = tables.constants(beam_state, "OPEN ENDED")
 
 
 def log_sums(now: Pass) -> Tensor:

@@ -7,12 +7,9 @@ from itemset.masking import triton_tables as tables
 from itemset.ranking import beam_state, exact_sampling
 
 STATE, SCORE, LOG, KEY, PARENT, TAIL, FIRST, DEGREE = (tl.constexpr(column) for column in range(beam_state.COLUMNS))
-END_LOG = tl.constexpr(beam_state.END_LOG)
-EARLIEST = tl.constexpr(beam_state.EARLIEST)
-NOTHING = tl.constexpr(beam_state.NOTHING)
+END_LOG, EARLIEST, NOTHING = tables.constants(beam_state, "END_LOG EARLIEST NOTHING")
 _LOW = tl.constexpr((1 << 32) - 1)
-_NOBODY = tl.constexpr(exact_sampling.NOBODY)
-_TOKEN = tl.constexpr(exact_sampling.TOKEN)
+_NOBODY, _TOKEN = tables.constants(exact_sampling, "NOBODY TOKEN")
 # The constants of `exact_sampling.mixed`, as int64.
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15 - (1 << 64))
 _FIRST = tl.constexpr(0xBF58476D1CE4E5B9 - (1 << 64))
@@ -89,7 +86,6 @@ def log_of_sums(most, part):
 
 @triton.jit
 def may_end_at(words, fields, local):
-    """Whether an item may end at a state."""
     ends = local == tables.END
     if local < tables.WAITING:
         ends = tables.ends_here(words, fields, local)

@@ -64,16 +64,12 @@ class LegalTokens:
 
 
 class Block(NamedTuple):
-    """A matrix of logits, [places, tokens], that holds those of some places' legal tokens.
+    """A matrix of logits, [places, tokens], that holds those of some places' legal tokens."""
 
-    places: [n] of B * T. tokens: [u] distinct. entries: which of the N legal tokens the block has; cells: where each
-    of them lies in the flat matrix.
-    """
-
-    places: Tensor
-    tokens: Tensor
-    entries: Tensor
-    cells: Tensor
+    places: Tensor  # [n] of B * T
+    tokens: Tensor  # [u] distinct
+    entries: Tensor  # which of the N legal tokens the block has
+    cells: Tensor  # where each of them lies in the flat matrix
 
 
 def legal_tokens(
@@ -99,7 +95,11 @@ def legal_tokens(
     end = np.full(size, steps) if lengths is None else _of_rows(lengths, tokens.shape, "lengths")
     begin = np.where(own.any(1), begin, steps)
     sets = [item_set] * size if isinstance(item_set, ItemSet) else list(item_set)
-    tables = _tables(sets, size)
+    if len(sets) != size:
+        raise ItemSetError(f"{len(sets)} sets for {size} rows: give one set for all rows, or one a row")
+    # Where the tables of each row's set lie, [B, pointers]: `sets` keeps them as long as this is read.
+    pointers = {id(one): one.trie.tables.pointers for one in sets}
+    tables = np.array([pointers[id(one)] for one in sets], np.int64)
     stops = np.unique([stop_tokens] if isinstance(stop_tokens, int) else np.array(stop_tokens, np.int64))
     states = np.full(tokens.shape, _FREE, np.int64)
     bad = _walk(tables, stops, np.minimum(tokens, MAX_TOKEN_ID + 1), begin, end, states)
@@ -131,14 +131,6 @@ def _of_rows(given: Tensor | ArrayLike, shape: tuple[int, ...], name: str) -> ND
     if values.shape not in ((), (size,)) or (values < 0).any() or (values > steps).any():
         raise ItemSetError(f"{name} must be 0 to {steps}, one for all rows or one for each of {size}, not {values}")
     return np.full(size, values)
-
-
-def _tables(sets: list[ItemSet], size: int) -> NDArray[np.int64]:
-    """Return where the tables of each row's set lie, [B, pointers]: the sets must live as long as it is read."""
-    if len(sets) != size:
-        raise ItemSetError(f"{len(sets)} sets for {size} rows: give one set for all rows, or one a row")
-    pointers = {id(one): one.trie.tables.pointers for one in sets}
-    return np.array([pointers[id(one)] for one in sets], np.int64)
 
 
 @compiled

@@ -206,7 +206,6 @@ class ItemGroup(BeamGroup):
         sampler.arena.place(item_set, place.number, place.start, place.below)
         sampler.arena.use([place.number])
         options: dict[str, Any] = {"width": spec.width, "k": spec.k, "end_token": spec.scored_end}
-        options["kernels"] = sampler.kernels
         if spec.races:
             options |= {"keys": sampler.moved(torch.tensor(spec.races)), "temperature": spec.temperature}
         numbers = [place.number] * max(1, len(spec.races))

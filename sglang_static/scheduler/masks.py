@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from itemset.item_set import ItemSet
-from itemset.masking.arena import Arena, Arrivals, Place, check_tables
+from itemset.masking.arena import Arena, Place, check_tables
 from itemset.masking.arena_plan import Holdings
 from itemset.masking.batch import LOCAL, STATE, TREE, Batch
 from itemset.masking.slots import MAX_STOP_TOKENS, NO_SET, Slots, as_table
@@ -90,16 +90,15 @@ class ItemSetSampler:
 
     def __init__(self, config: StaticConfig, device: torch.device | str, vocab_size: int) -> None:
         """Reserve the device's memory. Raises ItemSetError as `itemset.load` and `Arena` do."""
-        self.catalogue, self.kernels, self.vocab_size = Catalogue(config), config.item_set_kernels, vocab_size
+        self.catalogue, self.vocab_size = Catalogue(config), vocab_size
         self.forced_drafts = config.forced_drafts
-        self.arena = Arena(self.catalogue.arena_bytes(), device, kernels=self.kernels)
-        self.holdings, self.arrivals = Holdings(self.arena.plan), Arrivals(self.arena)
+        self.arena = Arena(self.catalogue.arena_bytes(), device, kernels=config.item_set_kernels)
+        self.holdings = Holdings(self.arena.plan)
         for opened in self.catalogue.serving.values():
             piece = self.holdings.hold(opened.name, opened.item_set)
             self.holdings.settle(opened.name)
             check_tables(opened.item_set)
-            while not self.arrivals.advance(opened.name, opened.item_set, piece):
-                pass
+            self.arena.place(opened.item_set, *piece)
         _current[:] = [self]
         logger.info("Item sets on %s: %s bytes", self.arena.device, f"{self.arena.plan.nbytes:,}")
 
@@ -127,7 +126,7 @@ class ItemSetSampler:
                 self.slots.step(tree, logits)
                 self.slots.mask(states, nobody, logits)
             else:  # with speculation, lists are made in rounds
-                warm_up(self.arena, logits[:, None], stepwise=True, kernels=self.kernels)
+                warm_up(self.arena, logits[:, None], stepwise=True)
         if drafts > 1:
             self.advance(states, nobody, nobody)
             self.slots.forced(states, nobody, nobody.new_zeros(1, drafts - 1), guess=True)

@@ -53,14 +53,14 @@ class RankDevices(Devices):
         return stages
 
     def _copy(self, scheduler: Any, opened: Any) -> Stage:
-        holdings, arrivals = self._sampler.holdings, self._sampler.arrivals
         try:
-            piece = holdings.hold(opened.name, opened.item_set)
+            piece = self._sampler.holdings.hold(opened.name, opened.item_set)
         except ArenaFullError as error:
             warn_of_no_room(opened, error, "of the plugin's options", logger)
             return Stage.HOST
         with compat.forward_stream(scheduler):  # whose steps may read what is overwritten
-            return Stage.DEVICE if arrivals.advance(opened.name, opened.item_set, piece) else Stage.COPYING
+            there = self._sampler.arena.place_next(opened.name, opened.item_set, piece)
+        return Stage.DEVICE if there else Stage.COPYING
 
     def close(self, engine: Any, name: str, version: str | None, open_sets: Collection[str]) -> None:
         if self._sampler is not None:

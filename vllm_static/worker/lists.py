@@ -84,7 +84,7 @@ class WideLists:
         logits = run_logits(self._runner, most)[:1, None]
         sets.narrow.attach(self._runner)
         for columns in (None, torch.zeros(logits.shape[2], dtype=torch.int32, device=logits.device)):
-            warm_up(sets.arena, logits, kernels=sets.kernels, columns=columns)
+            warm_up(sets.arena, logits, columns=columns)
 
     def _no_states(self) -> Tensor:
         assert self._sets.head is not None  # the front end has the same configuration
@@ -259,7 +259,7 @@ class WideLists:
         assert sets.head is not None
         options = {"width": one.spec.width, "k": one.spec.k, "renormalised": one.spec.renormalised}
         plan, numbers = sets.arena.level_plan(one.number), [one.number] * len(group)
-        table = _table(sets.head.beams(sets.arena, numbers, plan, _states(group), kernels=sets.kernels, **options))
+        table = _table(sets.head.beams(sets.arena, numbers, plan, _states(group), **options))
         table[:, 0, 1:3] = 1  # one pass, in one round
         return table
 
@@ -269,10 +269,10 @@ class WideLists:
         one, runner, arena = group[0], self._runner, self._sets.arena
         plan, passes, spec = arena.level_plan(one.number), self._passes(one), one.spec
         options: dict[str, Any] = {"width": spec.width, "k": spec.k, "end_token": spec.scored_end}
+        options["renormalised"] = spec.renormalised
         if spec.races:
             options["temperature"] = spec.temperature
             options["keys"] = compat.to_device([key for race in group for key in race.spec.races], arena.device)
-        options |= {"renormalised": spec.renormalised, "kernels": self._sets.kernels}
         beams = (Lockstep if passes.stepwise else Beams)(arena, [one.number] * len(group), plan, **options)
         prompts = [other.prompt for other in group]
         kv = kv or BeamKV(runner, prompts, self._first_block)

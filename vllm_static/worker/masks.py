@@ -11,7 +11,7 @@ from vllm.logger import init_logger
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcessor, LogitsProcRequestState
 
 import itemset
-from itemset.masking.arena import Arena, ArenaFullError, Arrivals, Place, check_tables
+from itemset.masking.arena import Arena, ArenaFullError, Place, check_tables
 from itemset.masking.arena_plan import Piece
 from itemset.masking.batch import COLUMNS, LOCAL, Batch
 from itemset.masking.slots import MAX_STOP_TOKENS, NO_SET, Slots, as_table, log_probs_of
@@ -69,10 +69,8 @@ class ItemSetProcessor(LogitsProcessor):
 
     def _load(self, config: StaticConfig, vllm_config: "VllmConfig") -> None:
         self._catalogue = catalogue = Catalogue(config)
-        self.kernels = config.item_set_kernels
         self.child_sampling = config.item_set_child_sampling == "on"
-        self.arena = Arena(catalogue.arena_bytes(), self._req_states.device, kernels=self.kernels)
-        self._arrivals = Arrivals(self.arena)
+        self.arena = Arena(catalogue.arena_bytes(), self._req_states.device, kernels=config.item_set_kernels)
         self.narrow = NarrowHead(config, self._req_states.device)
         for item_set in catalogue.registered.values():
             check_tables(item_set)
@@ -127,7 +125,7 @@ class ItemSetProcessor(LogitsProcessor):
         if opened is None or piece is None:
             return Stage.OPENING
         number, start = piece
-        return Stage.DEVICE if self._arrivals.advance(opened.name, opened.item_set, (number, start)) else Stage.COPYING
+        return Stage.DEVICE if self.arena.place_next(opened.name, opened.item_set, (number, start)) else Stage.COPYING
 
     def close(self, name: str, version: str | None, open_sets: Collection[str]) -> None:
         """Do `versions.close_in_worker`."""

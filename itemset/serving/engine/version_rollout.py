@@ -5,7 +5,7 @@ A version's life:
               front end (Follower)      engine (Preparer)             its workers or ranks
     seen      published.current
     opened    Checks.open           ->  Prepare: Catalogue.begin   ->  Catalogue.begin
-    copied    asks again            ->  Prepare: Holdings.hold    ->  Arrivals.advance, a piece for each message
+    copied    asks again            ->  Prepare: Holdings.hold    ->  Arena.place_next, a piece for each message
     current   Catalogue.serve       <-  Catalogue.serve           ->  Catalogue.serve
     forgotten by the second `serve` after it; its copy on disk once no process has it open
 

@@ -8,14 +8,15 @@ Nothing is wrapped before `install`, and no hook runs before an engine of this p
 names the arguments that it reads, in any order, and `original` passes on all of them, also those of a later version.
 Several may stand around one function, each for a feature of its own: `original` of one calls the next one inside.
 A hook that runs although another backend is chosen may refuse a request, by ItemSetError. If it fails otherwise, that
-is logged once, and the engine's own function counts.
+is logged once, and the engine's own function counts: what a hook awaits, it runs in `Hooks.spared`.
 """
 
 import importlib.util
 import inspect
 import logging
 import sys
-from collections.abc import Awaitable, Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache, partial, wraps
 from importlib.abc import MetaPathFinder
 from types import ModuleType
@@ -57,7 +58,7 @@ class Hooks:
         by the engine's own registry of hooks."""
         self.declared: list[Hook] = []
         self.chosen, self.asked, self.refusal, self._put = False, False, "", put
-        self._when, self._wrapped, self._failed = when, set[str](), set[Hook]()
+        self._when, self._wrapped, self._failed = when, set[str](), set[str]()
 
     def __call__(
         self, *targets: str, why: str = "", when: str = "", order: int = 0, always: bool = False, extends: bool = False
@@ -166,29 +167,35 @@ class Hooks:
 
     def _spare(self, hook: Hook, original: Callable[..., Any], given: list[Any]) -> Any:
         """Run a hook although another backend is chosen: if it fails, the engine's own function still has its way."""
-        own = _Own(original)
-        try:
-            result = hook.ours(own, *given)
-        except Exception as error:
-            self._pass_over(hook, own, error)
-            return own.results[0] if own.results else original()
-        return self._awaited(hook, own, result) if inspect.iscoroutine(result) else result
+        results, errors = list[Any](), list[Exception]()
 
-    async def _awaited(self, hook: Hook, own: "_Own", result: Awaitable[Any]) -> Any:
-        try:
-            return await result
-        except Exception as error:
-            self._pass_over(hook, own, error)
-            return await own()  # of a coroutine there is one more
+        def own(**others: Any) -> Any:
+            try:
+                results.append(original(**others))
+            except Exception as error:
+                errors.append(error)
+                raise
+            return results[-1]
 
-    def _pass_over(self, hook: Hook, own: "_Own", error: Exception) -> None:
-        """Log that a hook has failed, once. Raises what is no failure of ours: the engine's error, or our refusal."""
-        refused = isinstance(error, ItemSetError) or isinstance(error.__cause__, ItemSetError)
-        if refused or self.chosen or error in own.errors:
-            raise error
-        if hook not in self._failed:
-            self._failed.add(hook)
-            logger.error("The hook into %s has failed, and is passed over: %r", hook.target, error, exc_info=error)
+        with self.spared(hook.target, errors):
+            return hook.ours(own, *given)
+        return results[0] if results else original()
+
+    @contextmanager
+    def spared(self, target: str, engines: Container[Exception] = ()) -> Iterator[None]:
+        """Pass over what fails in the block if another backend is chosen, and log it once.
+
+        engines: its own errors, which are raised, as are our refusals.
+        """
+        try:
+            yield
+        except Exception as error:
+            refused = isinstance(error, ItemSetError) or isinstance(error.__cause__, ItemSetError)
+            if refused or self.chosen or error in engines:
+                raise
+            if target not in self._failed:
+                self._failed.add(target)
+                logger.error("The hook into %s has failed, and is passed over: %r", target, error, exc_info=error)
 
 
 def _chained(arounds: list[Callable[..., Any]]) -> Callable[..., Any]:
@@ -203,29 +210,6 @@ def _chained(arounds: list[Callable[..., Any]]) -> Callable[..., Any]:
         return outer(function, *args, **kwargs)
 
     return around
-
-
-class _Own:
-    """The engine's function, as a hook gets it, which remembers what came of it."""
-
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self._call, self.results, self.errors = call, list[Any](), list[Exception]()
-
-    def __call__(self, **others: Any) -> Any:
-        try:
-            result = self._call(**others)
-        except Exception as error:
-            self.errors.append(error)
-            raise
-        self.results.append(self._watched(result) if inspect.iscoroutine(result) else result)
-        return self.results[-1]
-
-    async def _watched(self, result: Awaitable[Any]) -> Any:
-        try:
-            return await result
-        except Exception as error:
-            self.errors.append(error)
-            raise
 
 
 class _Refusal(MetaPathFinder):
@@ -287,6 +271,7 @@ def require(base: type, ours: type) -> None:
         )
 
 
+@cache  # an engine may load its plugins more than once, and one warning is enough
 def check_version(
     engine: str, installed: str, supported: tuple[tuple[int, ...], tuple[int, ...]], broken: Container[str] = ()
 ) -> None:
@@ -301,16 +286,10 @@ def check_version(
             f"another backend, or try this one by {_trial(engine, installed)}"
         )
     if version > last:
-        _warn(
+        logger.warning(
             f"static-backend has been tried with {engine} {spans}, not with {installed}: try it by "
             f"{_trial(engine, installed)}"
         )
-
-
-@cache
-def _warn(sentence: str) -> None:
-    """Once a process: an engine may load its plugins more than once."""
-    logger.warning(sentence)
 
 
 def wrap(target: str, around: Callable[..., Any], put: Callable[[str, Callable[..., Any]], None] | None = None) -> None:

@@ -64,7 +64,7 @@ def _parse_body(original: Callable[..., Any], self: Any) -> Any:
     """A body is judged once parsed, before words are dropped."""
     from itemset.serving.front import http_bodies
 
-    return http_bodies.judged(original, self)
+    return http_bodies.judged(hook, original, self)
 
 
 @hook("sglang.srt.managers.tokenizer_manager:TokenizerManager._create_tokenized_object", always=True)

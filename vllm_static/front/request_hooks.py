@@ -268,4 +268,4 @@ def _parse_body(original: Callable[..., Any], self: Any) -> Any:
     """An HTTP body is judged as soon as it is parsed, before anything is dropped, where our middleware asks for it."""
     from itemset.serving.front import http_bodies
 
-    return http_bodies.judged(original, self)
+    return http_bodies.judged(hook, original, self)

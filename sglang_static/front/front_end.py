@@ -175,7 +175,7 @@ class FrontEnd(FrontEndBase):
         params.max_new_tokens = min(params.max_new_tokens or room, room)
         params.stop_token_ids = {*(params.stop_token_ids or ()), *asked.marker}
         params.no_stop_trim = True
-        return Thought(asked, prompt, [job])
+        return Thought(asked, [job], prompt)
 
     def _marker(self, after: str | bool) -> Tokens:
         if len(marker := super()._marker(after)) > 1:

@@ -75,10 +75,10 @@ async def after_thought(manager: Any, request: Any, asked: Any) -> list[dict[str
     """Return what an answer says of the list after its thought, whose KV is in the prefix cache; None if that was
     aborted.
 
-    asked: `ItemRequest`, after a `Thought` whose params are its prompt's tokens.
+    asked: `ItemRequest`, after a `Thought` with its prompt.
     """
     params = {**request.sampling_params, REFERENCE: asked, "max_new_tokens": None}
-    given, prompt = copy.copy(request), [*asked.ended.params, *asked.ended.tokens]
+    given, prompt = copy.copy(request), [*asked.ended.prompt, *asked.ended.tokens]
     given.stream = given.return_logprob = False
     answer = await _one(manager.generate_request, manager, request.lora_path, given, params, prompt)
     made = [one | one["meta_info"] for one in answer["meta_info"]["beam_results"] if "rank" in one["meta_info"]]

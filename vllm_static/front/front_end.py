@@ -126,17 +126,19 @@ class FrontEnd(FrontEndBase):
     def _think(self, asked: ItemRequest, params: SamplingParams, prompt_tokens: int) -> Callable[[Any], Thought]:
         """Do `attach` for a thought, which leaves room for the items after it."""
         least, end_token = prompt_tokens + len(asked.marker), self._tokenizer.eos_token_id
-        job, placeholders = self.list_job(asked, end_token, prompt_tokens=least)
-        after = job.item_set.longest + AFTER + self.v2 + len(placeholders)
+        job = self.list_job(asked, end_token, prompt_tokens=least)
+        after = job.item_set.longest + AFTER + self.v2 + len(job.placeholders)
         room: int = self.vllm_config.model_config.max_model_len - prompt_tokens - after
         params.max_tokens = min(params.max_tokens or room, room)
-        carried = (job.carried or EngineRequest(self.checks.made(asked).ref)).but(after=(asked.marker, placeholders))
+        carried = (job.carried or EngineRequest(self.checks.made(asked).ref)).but(
+            after=(asked.marker, job.placeholders)
+        )
         params.extra_args = {**(params.extra_args or {}), REFERENCE: None, WIRE: carried}
         self.refuse_inside(names_sets(params))
         if params.structured_outputs is None:
             own = StructuredOutputsParams(choice=[carried.reference])
             params.structured_outputs = compat.of_our_backend(own)
-        thought = Thought(asked, params, [(job, placeholders)])
+        thought = Thought(asked, [job])
         return lambda request: thought
 
     def reasoning_end(self) -> Tokens:
@@ -145,11 +147,9 @@ class FrontEnd(FrontEndBase):
         content = compat.content_after_reasoning(self.vllm_config, self._tokenizer, begun)
         return tuple(content.args[0]) if isinstance(content, partial) else ()
 
-    def list_job(self, asked: ItemRequest, end_token: int, *, prompt_tokens: int) -> tuple[ListJob, tuple[int, ...]]:
-        """Do `begin_list`. Returns also the tokens that stand after the prompt if the draft head makes the list.
-
-        Raises RefusedError also if the engine's scores are no log-probabilities, or the head has no room.
-        """
+    def list_job(self, asked: ItemRequest, end_token: int, *, prompt_tokens: int) -> ListJob:
+        """Do `begin_list`. Raises RefusedError also if the engine's scores are no log-probabilities, or the draft head
+        has no room."""
         if self._logprobs_mode.endswith("logits"):
             raise RefusedError(
                 "beam search",
@@ -157,14 +157,13 @@ class FrontEnd(FrontEndBase):
                 "list adds log-probabilities up: start it with raw_logprobs",
                 BEAMS,
             )
-        placeholders, asked = tuple[int, ...](), self.with_beams(asked)
+        placeholders, asked = Tokens(), self.with_beams(asked)
         if self._drafting is not None and asked.ranked is not None:
             made = self.checks.made(asked)
             if self._drafting.drafts(made.reference, made.item_set, asked.ranked):
                 placeholders = self._drafting.placeholders
-        after, more = AFTER + self.v2 + len(placeholders), {"placeholders": len(placeholders)}
-        job = self.begin_list(asked, end_token, prompt_tokens=prompt_tokens, after=after, **more)
-        return job, placeholders
+        limits = {"prompt_tokens": prompt_tokens, "after": AFTER + self.v2 + len(placeholders)}
+        return self.begin_list(asked, end_token, **limits, placeholders=placeholders, reasons={})
 
     def lists(self, client: Any) -> Lists:
         """Return what runs the ranked lists of the server whose engine `client` talks to."""

@@ -143,7 +143,7 @@ async def _candidates(
         if not (isinstance(prompt, dict) and "prompt_token_ids" in prompt):
             parsed = parse_model_prompt(client.model_config, prompt)
             (prompt,) = await client.renderer.render_cmpl_async([parsed])
-        async for output in list_requests.online(request, client, prompt, request_id, params, **options):
+        async for output in list_requests.online(request, client, prompt, request_id, **options):
             yield output
 
 
@@ -177,8 +177,8 @@ def _generate_offline(
         asked = [asked_of_generate(one) for one in each]
         ours = [i for i, one in enumerate(asked) if one is not None]
         inputs = self._preprocess_cmpl(of(prompts, ours), tokenization_kwargs)
-        options = {"loras": of(loras, ours), "priorities": None if priority is None else of(priorities, ours)}
-        found = list_requests.candidates(self, inputs, of(asked, ours), of(each, ours), **options)
+        chosen = None if priority is None else of(priorities, ours)
+        found = list_requests.candidates(self, inputs, of(asked, ours), of(loras, ours), chosen)
     outputs = dict(zip(ours, found, strict=True))
     if others := [i for i in range(len(prompts)) if i not in outputs]:
         more: dict[str, Any] = {"lora_request": of(loras, others)} if lora_request is not None else {}
@@ -251,9 +251,7 @@ def _beam_search_online(
             if (item_request := asked(params)) is not None:
                 options = {"trace_headers": trace_headers, "session_id": session_id, "priority": priority}
                 options["lora_request"] = lora_request
-                way = partial(
-                    list_requests.online, item_request, self.engine_client, prompt, request_id, params, **options
-                )
+                way = partial(list_requests.online, item_request, self.engine_client, prompt, request_id, **options)
     return _refused_late(way, params, answers.place())
 
 

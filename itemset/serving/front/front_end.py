@@ -29,13 +29,14 @@ class ListJob(NamedTuple):
     """A ranked list, or the draws of one prompt, that is to be made.
 
     of_set: what its answer says of the set. carried: what the request carries by which the engine makes it; None if
-    rounds of requests must.
+    rounds of requests must. placeholders: token ids after the prompt if a draft head makes it.
     """
 
     item_set: ItemSet
     search: Rounds
     of_set: Mapping[str, str]
     carried: EngineRequest | None
+    placeholders: Tokens
 
 
 class FrontEndBase:
@@ -136,12 +137,14 @@ class FrontEndBase:
         return replace(asked, ranked=asked.ranked.with_beams(len(made.item_set), most))
 
     def begin_list(
-        self, asked: ItemRequest, end_token: int, *, prompt_tokens: int, after: int, **options: Any
-    ) -> ListJob:
+        self, asked: ItemRequest, end_token: int, *, prompt_tokens: int, after: int, placeholders: Tokens = (),
+        reasons: Mapping[str, bool],
+    ) -> ListJob:  # fmt: skip
         """Begin a request's ranked list or draws. Counts it.
 
-        after: context tokens that must stay free after an item. options: of `OneRequest.spec`. Raises RefusedError if
-        the list may not be so long, or an item has no room in the context, and as `Checks.made` does.
+        after: context tokens that must stay free after an item. placeholders: see `ListJob`. reasons: see
+        `OneRequest.spec`. Raises RefusedError if the list may not be so long, or an item has no room in the context,
+        and as `Checks.made` does.
         """
         asked = self.with_beams(asked)
         made, choices = self.checks.made(asked), asked.ranked or asked.drawn
@@ -150,9 +153,11 @@ class FrontEndBase:
         item_set = made.item_set
         search = search_for(item_set, choices, end_token=end_token, config=self.config, words=self.words)
         metrics.REQUESTS.labels(metrics.label(asked.item_set or INLINE)).inc()
+        options: dict[str, Any] = {"placeholders": len(placeholders), "reasons": reasons}
         spec = self.one_request.spec(asked, made.reference, search, end_token, **options)
         carried = None if spec is None else EngineRequest(made.ref, spec)
-        return ListJob(item_set, search, self.checks.catalogue.version_fields(made.reference), carried)
+        of_set = self.checks.catalogue.version_fields(made.reference)
+        return ListJob(item_set, search, of_set, carried, placeholders)
 
     def expected(
         self, asked: ItemRequest, stop_tokens: frozenset[int], content: Callable[[Sequence[int]], Sequence[int]] | None

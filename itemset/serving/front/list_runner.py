@@ -8,7 +8,6 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
@@ -141,15 +140,19 @@ class OneRequest:
         self._warn("A ranked list takes rounds of requests: %s", detail or reason)
 
     def spec(
-        self, asked: ItemRequest, reference: str, search: Any, end_token: int, *,
-        reasons: Mapping[str, bool] = MappingProxyType({}),
+        self, asked: ItemRequest, reference: str, search: Any, end_token: int, *, placeholders: int,
+        reasons: Mapping[str, bool],
     ) -> ListSpec | None:  # fmt: skip
         """Return the list, or the draws, that the engine may try to make; None if rounds must.
 
-        reference: of its set. search: what `Checks.ranked` gave. reasons: why the engine may not, if they hold.
+        reference: of its set. search: what `search_for` gave. placeholders: tokens after the prompt if a draft head
+        makes the list, which nothing then prevents. reasons: why the engine may not, if they hold.
         """
         if (options := asked.ranked) is not None:
-            spec = ListSpec(options.k, options.beam, end_token, options.without_end, options.renormalised)
+            of_set = options.without_end, options.renormalised
+            spec = ListSpec(options.k, options.beam, end_token, *of_set, placeholders=placeholders)
+            if placeholders:
+                return spec
             more = {"exact": options.exact, "max_passes": options.max_passes is not None}
             more["wider than ranked_list_beams"] = self.widest is not None and spec.beams > self.widest
         elif isinstance(search, Drawing) and asked.drawn is not None:

@@ -123,12 +123,12 @@ THOUGHT = "thought"
 
 @dataclass
 class Thought:
-    """One request's sampled answer before a list. params: the engine's own, of the answer. jobs: a list that has begun.
+    """One request's sampled answer before a list. jobs: a list that has begun. prompt: its tokens, for SGLang's list.
     tokens: of the answer, once it has ended at its marker. table: the list, if the engine has made it already."""
 
     asked: "ItemRequest"
-    params: Any
-    jobs: list[Any] = field(default_factory=list)
+    jobs: list[Any]
+    prompt: Sequence[int] = ()
     tokens: Sequence[int] = ()
     table: Any = None
     weighed: ClassVar[str] = ""

@@ -35,6 +35,7 @@ RESERVED = 2  # tokens that SGLang keeps of a context (managers/scheduler.py, in
 class FrontEnd(FrontEndBase):
     """SGLang's."""
 
+    log = logger
     words = Words("context_length", "--context-length", "min_new_tokens", compat.VARIABLE)
 
     @staticmethod

@@ -22,7 +22,7 @@ from itemset.serving.front.list_runner import Lists
 from itemset.serving.front.request import ItemRequest, Thought
 from itemset.serving.front.request_fields import BEAMS, REFERENCE
 from itemset.serving.front.sampler_limits import PARAMETERS, refuse_unsampled
-from itemset.serving.front.version_watcher import Follower, Send
+from itemset.serving.front.version_watcher import Follower
 from itemset.serving.wire import WIRE, EngineRequest, Tokens
 from vllm_static import compat
 from vllm_static.front.engine_lists import EngineLists
@@ -38,6 +38,7 @@ PATIENCE = 1.0  # seconds after which a front end checks that the engine is stil
 class FrontEnd(FrontEndBase):
     """vLLM's."""
 
+    log = logger
     words = Words("max_model_len", "--max-model-len", "min_tokens", "--additional-config")
 
     @staticmethod
@@ -72,7 +73,8 @@ class FrontEnd(FrontEndBase):
             self._drafting = drafting(vllm_config, self.checks.fingerprint, self.checks.catalogue.registered)
         self.v2, self._logprobs_mode = bool(vllm_config.use_v2_model_runner), str(model.logprobs_mode)
         path, speculative = "device path, masks inside the sampler", vllm_config.speculative_config
-        if not compat.on_device_path(vllm_config):
+        self.host_path = not compat.on_device_path(vllm_config)
+        if self.host_path:
             as_configured = "as configured" if config.item_set_path == "host" else None
             path = f"host path: {as_configured or compat.why_host_path(vllm_config)}"
             if speculative is not None:
@@ -194,7 +196,7 @@ def follow(client: Any) -> None:
                 if client.errored:  # vLLM answers nothing of an engine that has ended
                     raise ItemSetError("the engine has ended") from None
 
-    _follow_by(front, send).start()
+    front.follow(send).start()
 
 
 def refresh(llm: Any, name: str | None = None) -> list[dict[str, Any]]:
@@ -203,12 +205,5 @@ def refresh(llm: Any, name: str | None = None) -> list[dict[str, Any]]:
     if front is None:
         raise ItemSetError("this engine has no item sets: start it with the structured-outputs backend static")
     core = llm.llm_engine.engine_core
-    follower: Follower = front.follower or _follow_by(front, lambda message: [compat.ask(core, ROLLOUT, message)])
+    follower: Follower = front.follower or front.follow(lambda message: [compat.ask(core, ROLLOUT, message)])
     return follower.refreshed(name)
-
-
-def _follow_by(front: Any, send: Send) -> Follower:
-    path = "device" if compat.on_device_path(front.vllm_config) else "host"
-    follower = Follower(front.checks, front.config, send, path=path, logger=logger)
-    front.follower = follower
-    return follower

@@ -2,6 +2,7 @@
 its answers are read with."""
 
 import copy
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
@@ -20,7 +21,7 @@ from itemset.serving.front.embedded_sets import Constraints
 from itemset.serving.front.list_runner import OneRequest, search_for
 from itemset.serving.front.request import ItemRequest
 from itemset.serving.front.request_fields import LIST_AFTER, wrong_type
-from itemset.serving.front.version_watcher import Follower
+from itemset.serving.front.version_watcher import Follower, Send
 from itemset.serving.wire import INLINE, EngineRequest, HolesSpec, Tokens
 from itemset.text import encode
 
@@ -42,11 +43,14 @@ class ListJob(NamedTuple):
 class FrontEndBase:
     """One of each process that takes requests. Safe for threads.
 
-    follower: follows the published sets among the registered ones, once the engine can be asked. words: the engine's.
+    follower: follows the published sets among the registered ones, once the engine can be asked. words, log: the
+    engine's. host_path: whether masks are made on the host.
     """
 
     follower: Follower | None = None
     words: ClassVar[Words]
+    log: ClassVar[logging.Logger]
+    host_path: bool
 
     def __init__(
         self, config: StaticConfig, tokenizer: Any, limits: ModelLimits, vocabulary: Callable[[], Vocabulary],
@@ -64,6 +68,12 @@ class FrontEndBase:
     @staticmethod
     def validate(kind: str, spec: str) -> None:
         """Raises what it likes for a constraint that the engine itself refuses, see `Constraints`."""
+
+    def follow(self, send: Send) -> Follower:
+        """Return what follows the published sets from now on, once it is started. send: reaches the engines."""
+        path = "host" if self.host_path else "device"
+        self.follower = Follower(self.checks, self.config, send, path=path, logger=self.log)
+        return self.follower
 
     def pinned(self, asked: ItemRequest) -> ItemRequest | None:
         """Return the request with its set or constraint, whatever version is served later; None if no set stands in it.

@@ -23,7 +23,7 @@ from itemset.serving.front.request_fields import BEAMS, DRAWS, LIST, LIST_AFTER,
 from itemset.serving.front.sampler_limits import refuse_unsampled
 from itemset.serving.wire import WIRE, Tokens
 from sglang_static import compat
-from sglang_static.front import answers, weights
+from sglang_static.front import answers
 from sglang_static.front.list_requests import AFTER
 from sglang_static.front.request import OTHERS, asked, check_prompts, in_place, names_sets, wants_list
 
@@ -140,7 +140,7 @@ class FrontEnd(FrontEndBase):
         logprobs = getattr(request, "return_logprob", None)
         if isinstance(logprobs, list):
             logprobs = prompt < len(logprobs) and logprobs[prompt]
-        instead_of = "log-probabilities" if logprobs and not hasattr(request, weights.ASKED) else None
+        instead_of = "log-probabilities" if logprobs and not hasattr(request, answers.WEIGHED) else None
         reason = "with speculation" if self._speculates and weighed == LOGPROBS else self._why_no_weights
         self.check_weight(weighed, reason, instead_of=instead_of, ignore_eos=params.get("ignore_eos"))
 

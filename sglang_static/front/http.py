@@ -11,8 +11,8 @@ from itemset.serving.front.lost_fields import constraints_of, disguised, refuse_
 from itemset.serving.front.request import check_options, wants_draws, with_beams
 
 from itemset.serving.front.request_fields import (  # isort: skip
-    BEAMS, CHOICE, CUSTOM, DRAWS, LIST, LIST_AFTER, LOGPROBS, PARAMS, REFERENCE, SELECTION, SLATE, STRUCTURED, WEIGHT,
-    WORDS,
+    BEAMS, CHOICE, CUSTOM, DRAWS, GUIDED, LIST, LIST_AFTER, LOGPROBS, OF_SET, PARAMS, REFERENCE, SELECTION, SLATE,
+    STRUCTURED, WEIGHT, WORDS,
 )  # fmt: skip
 from sglang_static import compat
 from sglang_static.front.request import KINDS, PROMPTS, constraint_of
@@ -20,14 +20,13 @@ from sglang_static.front.version_watcher import follower_of
 
 _BODY = {"": WORDS, STRUCTURED: (CHOICE,)}
 _WITHIN = tuple(word for word in WORDS if word != STRUCTURED)
-_ASKING = (REFERENCE, CHOICE, *SELECTION, SLATE, WEIGHT, LOGPROBS, DRAWS, LIST_AFTER)
+_ASKING = (*OF_SET, CHOICE, DRAWS, LIST_AFTER)
 _OWN = tuple(dict.fromkeys((*_ASKING, LIST, *request_fields.OPTIONS, *request_fields.DRAWN)))
 _OPENAI = _BODY | {CUSTOM: _WITHIN, "response_format": ("schema",)}
 _OPENAI_DRAWS = ("/v1/completions", "/v1/chat/completions")
 SERVED = dict.fromkeys(_OPENAI_DRAWS, _OPENAI) | {
     # No custom_params are read.
-    "/v1/responses": _BODY
-    | {"": tuple(word for word in WORDS if word not in (DRAWS, request_fields.DRAW, WEIGHT, LOGPROBS, LIST_AFTER))},
+    "/v1/responses": _BODY | {"": (REFERENCE, *SELECTION, SLATE, CHOICE, STRUCTURED, GUIDED)},
     "/generate": _BODY | {PARAMS: (*_WITHIN, *KINDS), f"{PARAMS}.{CUSTOM}": _WITHIN},
 }
 _DRAWING = "/v1/completions, /v1/chat/completions or /generate"

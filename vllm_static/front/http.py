@@ -9,29 +9,21 @@ from itemset.serving.constraint import JSON, TAG
 from itemset.serving.front import http_bodies, lost_fields, request_fields
 from itemset.serving.front.lost_fields import constraints_of, disguised, holds_sets, refuse_loose_tools, refuse_lost
 from itemset.serving.front.request import ItemRequest, wants_draws, with_beams
-from itemset.serving.front.request_fields import (
-    BEAMS,
-    CHOICE,
-    DRAWS,
-    GUIDED,
-    REFERENCE,
-    SELECTION,
-    SLATE,
-    STRUCTURED,
-    XARGS,
-)
+
+from itemset.serving.front.request_fields import (  # isort: skip
+    BEAMS, CHOICE, GUIDED, OF_ITEMS, OF_SET, REFERENCE, SELECTION, SLATE, STRUCTURED, XARGS,
+)  # fmt: skip
 from vllm_static import compat
 from vllm_static.front.front_end import follow
 from vllm_static.front.request import constraint_of, judge, put
 from vllm_static.metrics import PATH, refresh
 
-_OWN = (REFERENCE, GUIDED, *SELECTION, SLATE, request_fields.WEIGHT, request_fields.LOGPROBS)
 _DRAWING = ("/v1/completions", "/v1/chat/completions")
 _RENDER = "/render"  # the end of endpoints' names
 _EXTRA_ARGS = f"{request_fields.PARAMS}.extra_args"
 SURFACE = lost_fields.Surface(
-    served={path: {"": _OWN} for path in ("/v1/chat/completions/batch", "/v1/responses")}
-    | {path: {"": (*_OWN, DRAWS, request_fields.DRAW, request_fields.LIST_AFTER)} for path in _DRAWING},
+    served={path: {"": (*OF_SET, GUIDED)} for path in ("/v1/chat/completions/batch", "/v1/responses")}
+    | {path: {"": (*OF_SET, GUIDED, *OF_ITEMS)} for path in _DRAWING},
     # What vLLM takes for its engine's parameters reaches the engine as it is.
     elsewhere={XARGS: (REFERENCE, *SELECTION), _EXTRA_ARGS: (REFERENCE, *SELECTION, SLATE)},
     mends=lost_fields.mends('structured_outputs: {"choice": [...]}', " or ".join(_DRAWING)),
@@ -82,11 +74,8 @@ def _take_choice(given: dict[str, Any]) -> None:
         given[STRUCTURED] = choice
     named = any(one.get(REFERENCE) is not None for one in (given, *request_fields.objects(given.get(XARGS))))
     brings = lost_fields.chooses(given.get(STRUCTURED))
-    has_set = named or brings or given.get(SLATE) is not None
-    if wants_draws(given) and not has_set:
-        raise request_fields.wrong_type(f"{DRAWS} draws items of a set: name the set as {REFERENCE}", DRAWS)
     http_bodies.body().brings_choice = brings
-    if has_set:
+    if named or brings or given.get(SLATE) is not None:
         request_fields.refuse_tools(given)
 
 
@@ -186,8 +175,8 @@ def _judged(request: Any, *, k: int | None, draws: bool) -> ItemRequest | None:
     brings = structured is not None and structured.choice is not None
     if body.brings_choice and not brings:
         raise _lost_choice()
-    ours = (REFERENCE, *SELECTION, SLATE, request_fields.WEIGHT, request_fields.LOGPROBS, request_fields.LIST_AFTER)
-    if not brings and not any((place or {}).get(word) is not None for place in (fields, extra_args) for word in ours):
+    each, ours = (fields, extra_args or {}), (*OF_SET, *OF_ITEMS)
+    if not brings and not any(place.get(word) is not None for place in each for word in ours):
         return None
     judged = judge(extra_args, structured, fields, k=k, draws=draws)
     if fields.get("beam_width") is not None:

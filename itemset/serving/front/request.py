@@ -230,7 +230,12 @@ def check_options(given: Mapping[str, Any], *, ranked: bool, drawn: bool = False
             raise wrong_type(f"there is no field {shown(key)}: did you mean {word}?", key)
         if word in fields.DRAWN and given[key] is not None and not drawn:
             raise RefusedError("draws", f"{word} is for draws: add {DRAWS}, or leave it out", word)
-        if drawn and word in fields.OPTIONS and word not in fields.SHARED and given[key] not in (None, False):
+        if (
+            drawn
+            and word in fields.OPTIONS
+            and word not in DrawOptions.__struct_fields__
+            and given[key] not in (None, False)
+        ):
             raise RefusedError("draws", f"{word} is for ranked lists: draws are exact, leave it out", word)
         if word in fields.OPTIONS and given[key] is not None and not ranked and not drawn:
             raise RefusedError(

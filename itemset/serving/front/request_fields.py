@@ -26,8 +26,6 @@ BEAMS = "use_beam_search"
 DRAWS, DRAW, CANDIDATES, REPLACE, APPROXIMATE = DRAWN = ("draws", "draw", "candidates", "replace", "approximate")
 """What a request for draws gives beside its set, and beside words that ranked lists and samples have too: see
 `DrawOptions`."""
-SHARED = ("width", "max_passes")
-"""Options of draws that ranked lists have too."""
 IMPORTANCE = "importance"
 """Of `draw`, the value that is not the default."""
 MOST_CANDIDATES = 64
@@ -45,7 +43,9 @@ LIST_AFTER = "list_after"
 """The text that ends a sampled answer, a thought, after which a list is made; or true, at the end of its reasoning."""
 MOST_MARKER = 100  # characters of it
 
-WORDS = (REFERENCE, CHOICE, STRUCTURED, GUIDED, *SELECTION, SLATE, DRAWS, DRAW, WEIGHT, LOGPROBS, LIST_AFTER)
+OF_SET, OF_ITEMS = (REFERENCE, *SELECTION, SLATE, WEIGHT, LOGPROBS), (DRAWS, DRAW, LIST_AFTER)
+"""Fields of any request with a registered set, and of those that several items answer."""
+WORDS = (*OF_SET, CHOICE, STRUCTURED, GUIDED, *OF_ITEMS)
 EDITS = 2
 """A key this many edits from a word, after folding case, - and _, is taken for it: a person meant the word."""
 COMPARED = 200

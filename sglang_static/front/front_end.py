@@ -14,7 +14,7 @@ from itemset.embedded.holes import Vocabulary
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import ModelLimits, StaticConfig, Words
 from itemset.serving.constraint import JSON
-from itemset.serving.front.front_end import FrontEndBase
+from itemset.serving.front.front_end import FrontEndBase, ListJob
 from itemset.serving.front.http_bodies import body, while_connected
 from itemset.serving.front.list_runner import Lists, OneRequest
 from itemset.serving.front.lost_fields import refuse_lost
@@ -169,14 +169,17 @@ class FrontEnd(FrontEndBase):
     def _think(self, asked: ItemRequest, request: Any, params: Any, prompt: list[int]) -> Thought:
         """Let a thought end at its marker, and leave room for the items after it."""
         self.refuse_inside(names_sets(request.sampling_params))
-        limits: dict[str, Any] = {"prompt_tokens": len(prompt) + len(asked.marker), "after": AFTER}
-        limits["reasons"] = {"LoRA adapter": request.lora_path is not None}
-        job = self.begin_list(asked, self._tokenizer.eos_token_id, **limits)
+        job = self.list_job(asked, request.lora_path, prompt_tokens=len(prompt) + len(asked.marker))
         room = self._context - AFTER - job.item_set.longest - len(prompt)
         params.max_new_tokens = min(params.max_new_tokens or room, room)
         params.stop_token_ids = {*(params.stop_token_ids or ()), *asked.marker}
         params.no_stop_trim = True
         return Thought(asked, [job], prompt)
+
+    def list_job(self, asked: ItemRequest, lora: str | None, *, prompt_tokens: int) -> ListJob:
+        """Do `begin_list`."""
+        end_token, reasons = self._tokenizer.eos_token_id, {"LoRA adapter": lora is not None}
+        return self.begin_list(asked, end_token, prompt_tokens=prompt_tokens, after=AFTER, reasons=reasons)
 
     def _marker(self, after: str | bool) -> Tokens:
         if len(marker := super()._marker(after)) > 1:

@@ -96,10 +96,8 @@ async def _one(
     if request.stream or request.return_logprob:
         what = "a ranked list has" if asked.ranked else "draws have"
         raise RefusedError("beam search", f"{what} no stream and no logprobs of single tokens: leave them out")
-    end = tokenizer.eos_token_id
-    limits = {"prompt_tokens": len(prompt), "after": AFTER}
-    reasons = {"LoRA adapter": lora is not None}
-    begin = partial(front_end.begin_list, asked, end, **limits, reasons=reasons)
+    end, ask = tokenizer.eos_token_id, partial(_ask, generate, lora, prompt)
+    begin = partial(front_end.list_job, asked, lora, prompt_tokens=len(prompt))
     begun = asked.ended.jobs if asked.ended is not None else []
     job = begun.pop() if begun else await asyncio.to_thread(begin)  # the set's tokens may have to be looked through
     said, texts, special = dict[str, Any](), dict[Tokens, str](), frozenset(getattr(tokenizer, "all_special_ids", ()))
@@ -115,10 +113,10 @@ async def _one(
             said |= info
             best = front_end.one_request.outcome(job.carried, result, job.search)
         if best is None:
-            best = await front_end.lists.run(job.search, partial(_ask, generate, manager, lora, prompt), read)
+            best = await front_end.lists.run(job.search, ask, read)
         logs = TokenScores(job.item_set, [item.tokens for item in best.items] if asked.weighed else [], end)
         if logs.passes:
-            await front_end.lists.run(logs, partial(_ask, generate, manager, lora, prompt), read)
+            await front_end.lists.run(logs, ask, read)
     except AbortedError as error:
         info = {"finish_reason": error.args[0]}
         none = {"output_ids": [], "text": "", "meta_info": info}
@@ -192,7 +190,7 @@ async def _in_one_request(
     return ListResult(races, bool(proven), passes, rounds), texts, info
 
 
-async def _ask(generate: Generate, manager: Any, lora: str | None, prompt: list[int], one: Pass) -> dict[str, Any]:
+async def _ask(generate: Generate, lora: str | None, prompt: list[int], one: Pass) -> dict[str, Any]:
     asked = GenerateReqInput(
         input_ids=[*prompt, *one.tokens],
         sampling_params={"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True},

@@ -100,32 +100,31 @@ def _generate(
         return _candidates(self, prompt, sampling_params, request_id, priority=priority, **options)
     with refusals(sampling_params):
         params = http.with_item_set(sampling_params)
-        if asked(params) is None:
+        if (item_request := asked(params)) is None:
             return original(sampling_params=params)
-    return _prepared(original, self, copy.copy(params), answers.place(), priority=priority, **options)
+    note = answers.noting()
+    return _prepared(original, self, item_request, copy.copy(params), note, priority=priority, **options)
 
 
 async def _prepared(
-    original: Callable[..., Any], client: Any, params: Any, place: answers.Place, **options: Any
+    original: Callable[..., Any], client: Any, item_request: Any, params: Any, note: Callable[..., Any], **options: Any
 ) -> Any:
     """Return the answers of a request, whose set or constraint is made first: for a large inline set it takes seconds.
     options: of the request, for a list after its thought."""
     from vllm_static.front import list_requests
     from vllm_static.front.front_end import follow
-    from vllm_static.front.request import asked, put
+    from vllm_static.front.request import put
 
     follow(client)  # without a server nobody has begun to
-    front_end = client.input_processor.static_front_end
     with refusals(params):
-        if (item_request := asked(params)) is not None:
-            params = put(params, await front_end.prepare(item_request))
+        params = put(params, await client.input_processor.static_front_end.prepare(item_request))
     told: dict[int, Any] = {}
     setattr(params, answers.TOLD, told)
     async with aclosing(original(sampling_params=params)) as results:
         async for result in results:
             with refusals(params):
                 await list_requests.with_list(client, result, told, **options)
-            yield answers.noted(result, place, told)
+            yield note(result, told)
 
 
 async def _candidates(
@@ -252,13 +251,13 @@ def _beam_search_online(
                 options = {"trace_headers": trace_headers, "session_id": session_id, "priority": priority}
                 options["lora_request"] = lora_request
                 way = partial(list_requests.online, item_request, self.engine_client, prompt, request_id, **options)
-    return _refused_late(way, params, answers.place())
+    return _refused_late(way, params, answers.noting())
 
 
-async def _refused_late(way: Callable[..., Any], params: Any, place: answers.Place) -> AsyncGenerator[Any, None]:
+async def _refused_late(way: Callable[..., Any], params: Any, note: Callable[..., Any]) -> AsyncGenerator[Any, None]:
     with refusals(params):
         async for result in way():
-            yield answers.noted(result, place)
+            yield note(result)
 
 
 @hook("starlette.requests:Request.json", when=IMPORTED, always=True)

@@ -21,7 +21,7 @@ from itemset.serving import metrics
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import StaticConfig, Words
 from itemset.serving.front.request import ItemRequest
-from itemset.serving.front.request_fields import APPROXIMATE, DRAWS, IMPORTANCE, REPLACE, DrawOptions, ListOptions
+from itemset.serving.front.request_fields import APPROXIMATE, DRAWS, IMPORTANCE, OF_EXACT, DrawOptions, ListOptions
 from itemset.serving.wire import EngineRequest, ListResult, ListSpec, NoList
 
 FEW = 32  # of the engine's seats, the part that lists may have whatever the others have, if the engine is quick
@@ -64,7 +64,7 @@ def search_for(
     if options.draw == IMPORTANCE:
         common: dict[str, Any] = {"end_token": end_token, "seed": options.seed, "max_passes": passes}
         return Importance(item_set, n, candidates=options.candidates or 1, **common)
-    exact = {name: given[name] for name in (REPLACE, APPROXIMATE, "seed", "temperature", "width")}
+    exact = {name: given[name] for name in ("seed", *OF_EXACT)}
     return Drawing(item_set, n, end_token=end_token, max_passes=passes, **exact)
 
 

@@ -26,6 +26,8 @@ BEAMS = "use_beam_search"
 DRAWS, DRAW, CANDIDATES, REPLACE, APPROXIMATE = DRAWN = ("draws", "draw", "candidates", "replace", "approximate")
 """What a request for draws gives beside its set, and beside words that ranked lists and samples have too: see
 `DrawOptions`."""
+OF_EXACT = (REPLACE, APPROXIMATE, "temperature", "width")
+"""Options of exact draws alone."""
 IMPORTANCE = "importance"
 """Of `draw`, the value that is not the default."""
 MOST_CANDIDATES = 64
@@ -239,14 +241,10 @@ class DrawOptions(_Options, frozen=True):
         if self.candidates is None or self.candidates > MOST_CANDIDATES:
             message = f'{DRAW}: "{IMPORTANCE}" takes {CANDIDATES}: K, at most {MOST_CANDIDATES}'
             raise RefusedError("draws", message, CANDIDATES)
-        for name, value, default in (
-            (REPLACE, self.replace, True),
-            (APPROXIMATE, self.approximate, False),
-            ("temperature", self.temperature, 1),
-            ("width", self.width, None),
-        ):
-            if value != default:
-                raise RefusedError("draws", f'{name} is for exact draws: leave it or {DRAW}: "{IMPORTANCE}" out', name)
+        for one in _fields_of(type(self)):
+            if one.name in OF_EXACT and getattr(self, one.name) != one.default:
+                message = f'{one.name} is for exact draws: leave it or {DRAW}: "{IMPORTANCE}" out'
+                raise RefusedError("draws", message, one.name)
 
     def race_width(self, races: int, wanted: int, most: int) -> int | None:
         """Return how many beams each race for `wanted` items has of `most`, in a step; None if they are too few for

@@ -17,7 +17,7 @@ import logging
 import sys
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache, partial, wraps
+from functools import cache, partial, reduce, wraps
 from importlib.abc import MetaPathFinder
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
@@ -145,7 +145,7 @@ class Hooks:
             for hook in hooks:
                 if gone := absent(takes, hook.ours):
                     raise _lacking(hook, engine, f"({gone[0]})")
-            wrap(first.target, _chained([self.around(hook, takes) for hook in hooks]), self._put)
+            wrap(first.target, reduce(_both, [self.around(hook, takes) for hook in hooks]), self._put)
             self._wrapped.add(first.target)
 
     def around(self, hook: Hook, takes: Mapping[str, inspect.Parameter]) -> Callable[..., Any]:
@@ -198,16 +198,11 @@ class Hooks:
                 logger.error("The hook into %s has failed, and is passed over: %r", target, error, exc_info=error)
 
 
-def _chained(arounds: list[Callable[..., Any]]) -> Callable[..., Any]:
-    """Return one that stands around a function in place of all of these, of which the last is the outermost."""
-    *inner, outer = arounds
-    if not inner:
-        return outer
+def _both(inner: Callable[..., Any], outer: Callable[..., Any]) -> Callable[..., Any]:
+    """Return one that stands around a function in place of these two."""
 
     def around(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        for one in inner:
-            function = partial(one, function)
-        return outer(function, *args, **kwargs)
+        return outer(partial(inner, function), *args, **kwargs)
 
     return around
 

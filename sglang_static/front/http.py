@@ -40,8 +40,7 @@ SURFACE = lost_fields.Surface(
 )
 RANKED = SERVED.keys() - {"/v1/responses"}
 
-_PROMPTED = ("/generate",)
-UNSEEN = (*_PROMPTED, "/v1/responses")
+UNSEEN = ("/generate", "/v1/responses")
 """Endpoints that begin to stream before a request is judged; the others wait for its first token."""
 
 
@@ -89,7 +88,7 @@ class ItemSetFields(http_bodies.BodyMiddleware):
         if front_end is None or not isinstance(given, dict) or not given.get("stream") or body.path not in UNSEEN:
             return
         if body.fields is not None or any(constraint_of(one, {}) for one in request_fields.at(given, PARAMS)):
-            names = ("custom_logit_processor", *(PROMPTS if body.path in _PROMPTED else ()))
+            names = ("custom_logit_processor", *(PROMPTS if body.path == "/generate" else ()))
             known = {name: given.get(name) for name in names} | {PARAMS: copy.deepcopy(given.get(PARAMS))}
             body.made = SimpleNamespace(**known)  # held meanwhile
             await front_end.judge(body.made, request)

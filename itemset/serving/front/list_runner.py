@@ -185,7 +185,7 @@ class OneRequest:
             made = search.begin_with(known, result.passes, result.rounds)
             way = metrics.UNDECIDED if made is None else way
         elif reason is None and any(result.items):
-            made = best_of(result)
+            made = Found(ordered(result.items[0]), result.passes, result.rounds, proven=result.proven)
         else:
             reason = reason or NoList.HOST_PATH
             way = result.detail if result.detail and reason.scope == "engine" else reason.value
@@ -193,11 +193,6 @@ class OneRequest:
             self.refused(way, detail=result.detail, of=of, always=reason.scope == "engine")
         _ways(spec).labels(way).inc()
         return made
-
-
-def best_of(result: ListResult) -> Found:
-    """Return the list that an engine has made."""
-    return Found(ordered(result.items[0]), result.passes, result.rounds, proven=result.proven)
 
 
 def _key(reference: str, spec: ListSpec) -> tuple[str, Width]:

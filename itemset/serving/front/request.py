@@ -228,16 +228,14 @@ def check_options(given: Mapping[str, Any], *, ranked: bool, drawn: bool = False
         word = meant or fields.nearest(key, words)
         if word not in (None, key):
             raise wrong_type(f"there is no field {shown(key)}: did you mean {word}?", key)
-        if word in fields.DRAWN and given[key] is not None and not drawn:
+        if word is None or given[key] is None:
+            continue
+        of_lists, of_draws = word in fields.OPTIONS, word in DrawOptions.__struct_fields__
+        if word in fields.DRAWN and not drawn:
             raise RefusedError("draws", f"{word} is for draws: add {DRAWS}, or leave it out", word)
-        if (
-            drawn
-            and word in fields.OPTIONS
-            and word not in DrawOptions.__struct_fields__
-            and given[key] not in (None, False)
-        ):
+        if of_lists and drawn and not of_draws and given[key] not in (None, False):
             raise RefusedError("draws", f"{word} is for ranked lists: draws are exact, leave it out", word)
-        if word in fields.OPTIONS and given[key] is not None and not ranked and not drawn:
+        if of_lists and not ranked and not drawn:
             raise RefusedError(
                 "beam search",
                 f"{word} is for ranked lists: add use_beam_search and n, the number of items (in the sampling_params "

@@ -12,7 +12,7 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar
 
 from itemset.errors import ItemSetError
-from itemset.serving.catalogue import RefusedError
+from itemset.serving.catalogue import InlineSet, RefusedError
 from itemset.serving.config import ModelLimits, StaticConfig, Words
 from itemset.serving.constraint import JSON, TAG
 from itemset.serving.front.answer_fields import Expected, ExpectedItems
@@ -20,7 +20,7 @@ from itemset.serving.front.front_end import FrontEndBase, ListJob
 from itemset.serving.front.http_bodies import body
 from itemset.serving.front.list_runner import Lists
 from itemset.serving.front.request import ItemRequest, Thought
-from itemset.serving.front.request_fields import BEAMS, REFERENCE
+from itemset.serving.front.request_fields import BEAMS, REFERENCE, ListOptions
 from itemset.serving.front.sampler_limits import PARAMETERS, refuse_unsampled
 from itemset.serving.front.version_watcher import Follower
 from itemset.serving.wire import WIRE, EngineRequest, Tokens
@@ -150,8 +150,7 @@ class FrontEnd(FrontEndBase):
         return tuple(content.args[0]) if isinstance(content, partial) else ()
 
     def list_job(self, asked: ItemRequest, end_token: int, *, prompt_tokens: int) -> ListJob:
-        """Do `begin_list`. Raises RefusedError also if the engine's scores are no log-probabilities, or the draft head
-        has no room."""
+        """Do `begin_list`. Raises RefusedError also if the engine's scores are no log-probabilities."""
         if self._logprobs_mode.endswith("logits"):
             raise RefusedError(
                 "beam search",
@@ -159,13 +158,13 @@ class FrontEnd(FrontEndBase):
                 "list adds log-probabilities up: start it with raw_logprobs",
                 BEAMS,
             )
-        placeholders, asked = Tokens(), self.with_beams(asked)
-        if self._drafting is not None and asked.ranked is not None:
-            made = self.checks.made(asked)
-            if self._drafting.drafts(made.reference, made.item_set, asked.ranked):
-                placeholders = self._drafting.placeholders
-        limits = {"prompt_tokens": prompt_tokens, "after": AFTER + self.v2 + len(placeholders)}
-        return self.begin_list(asked, end_token, **limits, placeholders=placeholders, reasons={})
+        limits = {"prompt_tokens": prompt_tokens, "after": AFTER + self.v2}
+        return self.begin_list(asked, end_token, **limits, reasons={})
+
+    def _placeholders(self, made: InlineSet, asked: ListOptions) -> Tokens:
+        if self._drafting is None or not self._drafting.drafts(made.reference, made.item_set, asked):
+            return ()
+        return self._drafting.placeholders
 
     def lists(self, client: Any) -> Lists:
         """Return what runs the ranked lists of the server whose engine `client` talks to."""

@@ -12,7 +12,7 @@ from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
 from itemset.ranking.search import Rounds
 from itemset.serving import metrics
-from itemset.serving.catalogue import RefusedError
+from itemset.serving.catalogue import InlineSet, RefusedError
 from itemset.serving.config import ModelLimits, StaticConfig, Words
 from itemset.serving.constraint import Constraint
 from itemset.serving.front.admission import Checks
@@ -20,7 +20,7 @@ from itemset.serving.front.answer_fields import Expected, ExpectedItems
 from itemset.serving.front.embedded_sets import Constraints
 from itemset.serving.front.list_runner import OneRequest, search_for
 from itemset.serving.front.request import ItemRequest
-from itemset.serving.front.request_fields import LIST_AFTER, wrong_type
+from itemset.serving.front.request_fields import LIST_AFTER, ListOptions, wrong_type
 from itemset.serving.front.version_watcher import Follower, Send
 from itemset.serving.wire import INLINE, EngineRequest, HolesSpec, Tokens
 from itemset.text import encode
@@ -138,26 +138,24 @@ class FrontEndBase:
             metrics.REQUESTS.labels(metrics.label(one.reference)).inc()
         return carried
 
-    def with_beams(self, asked: ItemRequest) -> ItemRequest:
-        """Give a list its beams, as many as usual if it does not say how many. Raises RefusedError as `Checks.made`."""
-        if asked.ranked is None:
-            return asked
-        made = self.checks.made(asked)
-        most = min(self.config.ranked_list_limit, self.one_request.usual_beams(made.reference))
-        return replace(asked, ranked=asked.ranked.with_beams(len(made.item_set), most))
+    def _placeholders(self, made: InlineSet, asked: ListOptions) -> Tokens:
+        """Return those of a `ListJob`. Raises RefusedError if the draft head has no room."""
+        return ()
 
     def begin_list(
-        self, asked: ItemRequest, end_token: int, *, prompt_tokens: int, after: int, placeholders: Tokens = (),
-        reasons: Mapping[str, bool],
-    ) -> ListJob:  # fmt: skip
+        self, asked: ItemRequest, end_token: int, *, prompt_tokens: int, after: int, reasons: Mapping[str, bool]
+    ) -> ListJob:
         """Begin a request's ranked list or draws. Counts it.
 
-        after: context tokens that must stay free after an item. placeholders: see `ListJob`. reasons: see
-        `OneRequest.spec`. Raises RefusedError if the list may not be so long, or an item has no room in the context,
-        and as `Checks.made` does.
+        after: context tokens that must stay free after an item. reasons: see `OneRequest.spec`. Raises RefusedError if
+        the list may not be so long, or an item has no room in the context, and as `Checks.made` does.
         """
-        asked = self.with_beams(asked)
-        made, choices = self.checks.made(asked), asked.ranked or asked.drawn
+        made, placeholders = self.checks.made(asked), Tokens()
+        if (ranked := asked.ranked) is not None:
+            most = min(self.config.ranked_list_limit, self.one_request.usual_beams(made.reference))
+            ranked = ranked.with_beams(len(made.item_set), most)
+            asked, placeholders = replace(asked, ranked=ranked), self._placeholders(made, ranked)
+        choices, after = asked.ranked or asked.drawn, after + len(placeholders)
         assert choices is not None
         self.checks.request(made, prompt_tokens=prompt_tokens, min_tokens=0, stop_tokens=[end_token], after=after)
         item_set = made.item_set

@@ -100,7 +100,7 @@ class Checks:
         if asked.choice is not None:
             return self._inline.get(asked.choice, asked.escape)
         reference = self.catalogue.reference(asked.item_set or "")
-        return self._selections.get(asked, reference) if asked.chooses else self.catalogue.made(reference)
+        return self._selections.get(asked.selection, reference) if asked.chooses else self.catalogue.made(reference)
 
     async def prepare(self, asked: ItemRequest) -> InlineSet:
         """Do `made` beside the event loop, of which it takes a millisecond.
@@ -110,7 +110,7 @@ class Checks:
         if asked.made is None and asked.choice is not None:
             return await self._inline.prepare(asked.choice, asked.escape)
         if asked.chooses:
-            return await self._selections.prepare(asked, self.catalogue.reference(asked.item_set or ""))
+            return await self._selections.prepare(asked.selection, self.catalogue.reference(asked.item_set or ""))
         return self.made(asked)
 
     def request(

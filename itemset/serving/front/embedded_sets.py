@@ -123,7 +123,7 @@ class Constraints:
 
     def _asked(self, place: Place) -> ItemRequest:
         if isinstance(place.named, str):
-            return ItemRequest(place.named, **place.selection)
+            return ItemRequest(place.named, selection=place.selection)
         escape: Escape = "json" if place.quoted else "text"
         return ItemRequest(choice=list(place.named), escape=escape)
 

@@ -33,20 +33,18 @@ UNSAID = ("stream", "echo", "logprobs", "prompt_logprobs", "return_logprob")
 class ItemRequest:
     """The set that a request names or brings, one of both, and the ranked list or the draws of its items, if any.
 
-    item_set: the name of a registered set. choice: the texts of an inline set. item_filter, exclude_keys, only_keys:
-    see `views.view`. escape: of an inline set's texts, see `itemset.build_text`. weighed: WEIGHT or LOGPROBS, if its
-    answers say these. constraint: in place of a set the kind and the text of one in which sets may stand. made: the set
-    or the constraint, once it is made. after: what ends a thought before its list, see LIST_AFTER; marker: its tokens;
-    ended: that thought, whose list is asked for now.
+    item_set: the name of a registered set. choice: the texts of an inline set. selection: see `views.view`. escape: of
+    an inline set's texts, see `itemset.build_text`. weighed: WEIGHT or LOGPROBS, if its answers say these. constraint:
+    in place of a set the kind and the text of one in which sets may stand. made: the set or the constraint, once it is
+    made. after: what ends a thought before its list, see LIST_AFTER; marker: its tokens; ended: that thought, whose
+    list is asked for now.
     """
 
     item_set: str | None = None
     choice: list[str] | None = field(default=None, repr=False)
     ranked: ListOptions | None = None
     drawn: DrawOptions | None = None
-    item_filter: Mapping[str, Any] | None = field(default=None, repr=False)
-    exclude_keys: list[Any] | None = field(default=None, repr=False)
-    only_keys: list[Any] | None = field(default=None, repr=False)
+    selection: Mapping[str, Any] = field(default_factory=dict, repr=False)
     escape: Escape | None = None
     weighed: str = ""
     constraint: tuple[str, Any] | None = field(default=None, repr=False)
@@ -67,8 +65,7 @@ class ItemRequest:
     @property
     def chooses(self) -> bool:
         """Return whether it selects among the items of its registered set, and that is still to be done."""
-        selection = (self.item_filter, self.exclude_keys, self.only_keys)
-        return self.made is None and any(one is not None for one in selection)
+        return self.made is None and bool(self.selection)
 
     @classmethod
     def of(
@@ -110,11 +107,10 @@ class ItemRequest:
                 DRAWS,
             )
         check_options(given, ranked=k is not None and not drawn, drawn=drawn)
+        draws_of = DrawOptions.of(given[DRAWS], given) if drawn else None
+        ranked = None if k is None or drawn else ListOptions.of(k, given)
         name, choice = named[0] if named else None, choices[0] if choices else None
-        if drawn:
-            return cls(name, choice, drawn=DrawOptions.of(given[DRAWS], given), weighed=weighed, **selection)
-        ranked = None if k is None else ListOptions.of(k, given)
-        return cls(name, choice, ranked, weighed=weighed, after=after, **selection)
+        return cls(name, choice, ranked, draws_of, selection, weighed=weighed, after=after)
 
 
 THOUGHT = "thought"

@@ -62,7 +62,6 @@ class Follower:
         self._superseded: set[str] = set()
         self._missed = ""  # what was wrong with the last look at `item_set_dir`
         self._lock = threading.RLock()  # one look at a time
-        self._started = threading.Event()
         for opened in checks.catalogue.serving:
             self._sets[opened.name] = Followed(Path(config.where(opened.name)), path)
             if checks.catalogue.follows(opened.name):
@@ -74,8 +73,7 @@ class Follower:
 
     def start(self) -> None:
         """Look every `item_set_refresh_seconds` from now on. Does nothing if no set is followed."""
-        if self.follows and not self._started.is_set():
-            self._started.set()
+        if self.follows:
             threading.Thread(target=self._run, name="item-set-follower", daemon=True).start()
 
     def _run(self) -> None:

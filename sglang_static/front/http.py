@@ -8,7 +8,7 @@ from typing import Any
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.front import http_bodies, lost_fields, request_fields
 from itemset.serving.front.lost_fields import constraints_of, disguised, refuse_loose_tools
-from itemset.serving.front.request import check_options, wants_draws, with_beams
+from itemset.serving.front.request import DRAWING, check_options, wants_draws, with_beams
 
 from itemset.serving.front.request_fields import (  # isort: skip
     BEAMS, CHOICE, CUSTOM, DRAWS, GUIDED, LIST, LIST_AFTER, LOGPROBS, OF_SET, PARAMS, REFERENCE, SELECTION, SLATE,
@@ -23,8 +23,7 @@ _WITHIN = tuple(word for word in WORDS if word != STRUCTURED)
 _ASKING = (*OF_SET, CHOICE, DRAWS, LIST_AFTER)
 _OWN = tuple(dict.fromkeys((*_ASKING, LIST, *request_fields.OPTIONS, *request_fields.DRAWN)))
 _OPENAI = _BODY | {CUSTOM: _WITHIN, "response_format": ("schema",)}
-_OPENAI_DRAWS = ("/v1/completions", "/v1/chat/completions")
-SERVED = dict.fromkeys(_OPENAI_DRAWS, _OPENAI) | {
+SERVED = dict.fromkeys(DRAWING, _OPENAI) | {
     # No custom_params are read.
     "/v1/responses": _BODY | {"": (REFERENCE, *SELECTION, SLATE, CHOICE, STRUCTURED, GUIDED)},
     "/generate": _BODY | {PARAMS: (*_WITHIN, *KINDS), f"{PARAMS}.{CUSTOM}": _WITHIN},
@@ -111,8 +110,7 @@ def _rename(path: str, body: dict[str, Any]) -> None:
     for place in ("", PARAMS, f"{PARAMS}.{CUSTOM}", CUSTOM):
         for given in request_fields.at(body, place):
             request_fields.rename_guided(given, given)
-    if wants_draws(body) and path in _OPENAI_DRAWS:
-        with_beams(body)
+    with_beams(body, path)
 
 
 def _own_fields(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from itemset.serving.catalogue import RefusedError
 from itemset.serving.constraint import JSON, TAG
 from itemset.serving.front import http_bodies, lost_fields, request_fields
 from itemset.serving.front.lost_fields import constraints_of, disguised, holds_sets, refuse_loose_tools, refuse_lost
-from itemset.serving.front.request import ItemRequest, wants_draws, with_beams
+from itemset.serving.front.request import DRAWING, ItemRequest, wants_draws, with_beams
 
 from itemset.serving.front.request_fields import (  # isort: skip
     BEAMS, CHOICE, GUIDED, OF_ITEMS, OF_SET, REFERENCE, SELECTION, SLATE, STRUCTURED, XARGS,
@@ -18,15 +18,14 @@ from vllm_static.front.front_end import follow
 from vllm_static.front.request import constraint_of, judge, put
 from vllm_static.metrics import PATH, refresh
 
-_DRAWING = ("/v1/completions", "/v1/chat/completions")
 _RENDER = "/render"  # the end of endpoints' names
 _EXTRA_ARGS = f"{request_fields.PARAMS}.extra_args"
 SURFACE = lost_fields.Surface(
     served={path: {"": (*OF_SET, GUIDED)} for path in ("/v1/chat/completions/batch", "/v1/responses")}
-    | {path: {"": (*OF_SET, GUIDED, *OF_ITEMS)} for path in _DRAWING},
+    | {path: {"": (*OF_SET, GUIDED, *OF_ITEMS)} for path in DRAWING},
     # What vLLM takes for its engine's parameters reaches the engine as it is.
     elsewhere={XARGS: (REFERENCE, *SELECTION), _EXTRA_ARGS: (REFERENCE, *SELECTION, SLATE)},
-    mends=lost_fields.mends('structured_outputs: {"choice": [...]}', " or ".join(_DRAWING)),
+    mends=lost_fields.mends('structured_outputs: {"choice": [...]}', " or ".join(DRAWING)),
     inside="name a set in item_set, beside the other fields; state a schema in response_format or structured_outputs: "
     '{"json": ...} (/v1/responses: text.format), a grammar in structured_outputs: {"grammar": ...}',
 )
@@ -58,8 +57,7 @@ class ItemSetWords(http_bodies.BodyMiddleware):
                 given["response_format"] = disguised(stated)
             if isinstance(structured, dict) and TAG in structured and not body.path.endswith(_RENDER):
                 structured[TAG] = disguised(structured[TAG])
-            if wants_draws(given) and body.path in _DRAWING:
-                with_beams(given)
+            with_beams(given, body.path)
 
 
 def _take_choice(given: dict[str, Any]) -> None:

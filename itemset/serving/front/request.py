@@ -292,11 +292,16 @@ def refuse_beside(given: Mapping[str, Any], what: str = "draws") -> None:
             raise RefusedError("draws", f"{what} have no {name}: leave it out", name)
 
 
-def with_beams(body: dict[str, Any]) -> None:
-    """Make a body's draws take the way of ranked lists through its endpoint, an answer a draw.
+DRAWING = ("/v1/completions", "/v1/chat/completions")
+"""OpenAI's endpoints that may answer with lists and draws."""
+
+
+def with_beams(body: dict[str, Any], path: str) -> None:
+    """Make a body's draws, if it asks for some, take the way of ranked lists through its endpoint, an answer a draw.
 
     Raises RefusedError for what is wrong with them, and as `refuse_beside` does.
     """
-    refuse_beside(body)
-    body["n"] = DrawOptions.of(body[DRAWS], body).n
-    body[fields.BEAMS] = True
+    if wants_draws(body) and path in DRAWING:
+        refuse_beside(body)
+        body["n"] = DrawOptions.of(body[DRAWS], body).n
+        body[fields.BEAMS] = True

@@ -54,8 +54,7 @@ class Hooks:
     """
 
     def __init__(self, when: str, put: Callable[[str, Callable[..., Any]], None] | None = None) -> None:
-        """when: the time at which a hook is installed, unless it names another. put: puts it in place, as `wrap` does,
-        by the engine's own registry of hooks."""
+        """when: the time of hooks that name none. put: does what `wrap` does by the engine's own registry of hooks."""
         self.declared: list[Hook] = []
         self.chosen, self.asked, self.refusal, self._put = False, False, "", put
         self._when, self._wrapped, self._failed = when, set[str](), set[str]()
@@ -84,10 +83,8 @@ class Hooks:
         return declare
 
     def choose(self, ours: bool) -> bool:
-        """Let all hooks of this process run from now on if an engine takes our backend. Returns whether it does.
-
-        Raises ItemSetError if it does and cannot.
-        """
+        """Let all hooks of this process run from now on if an engine takes our backend. Returns whether it does. Raises
+        ItemSetError if it does and cannot."""
         if ours:
             self.ask()
         self.chosen = self.chosen or ours
@@ -131,8 +128,7 @@ class Hooks:
             self.give_up(error)
 
     def _install(self, hooks: list[Hook], engine: str) -> None:
-        """Install all hooks of one target, the innermost first. They are put in place as one: a registry of the
-        engine's takes one for each function."""
+        """Install all hooks of one target, the innermost first, as one: an engine's registry takes one a function."""
         first = hooks[0]
         try:
             _, _, target = wrapt.resolve_path(*first.target.split(":"))
@@ -288,10 +284,8 @@ def check_version(
 
 
 def wrap(target: str, around: Callable[..., Any], put: Callable[[str, Callable[..., Any]], None] | None = None) -> None:
-    """Replace a function by ``around(original, *args, **kwargs)``. The arguments of a method begin with `self`.
-
-    put: does it in place of this.
-    """
+    """Replace a function by ``around(original, *args, **kwargs)``, or let `put` do that. A method's arguments begin
+    with `self`."""
     if put is not None:
         put(target, around)
         return

@@ -62,8 +62,7 @@ def ask_logprobs(request: Any, weighed: str) -> None:
 
 
 def _taken_logs(info: dict[str, Any], state: Any) -> Logs:
-    """Take out of an output's `meta_info` what nobody has asked for; return log p and log q of all tokens so far, or
-    weights and zeros."""
+    """Take what nobody asked for out of `meta_info`; return log p and log q so far, or weights and zeros."""
     for name in [name for name in info if "logprobs" in name]:
         del info[name]
     first = list(state.output_token_logprobs_val)

@@ -36,8 +36,7 @@ Generate = Callable[..., AsyncGenerator[Any, None]]
 
 
 async def ranked(generate: Generate, manager: Any, request: Any, http_request: Any) -> AsyncGenerator[Any, None]:
-    """Yield what `TokenizerManager.generate_request` answers to a request with a set and `beam_width`: a dict for one
-    prompt, a list for several."""
+    """Yield what `TokenizerManager.generate_request` answers with lists or draws: a dict for one prompt, or a list."""
     body().begin(thinks=False)
     prompts = request.text if request.input_ids is None else request.input_ids
     single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))

@@ -83,8 +83,7 @@ def asked(params: Mapping[str, Any], fields: Mapping[str, Any], *, ranked: bool)
 
 
 def _of_draws(params: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of draws that have SGLang's own words. On an OpenAI endpoint SGLang has filled the parameters
-    in.
+    """Return the options of draws in SGLang's own words. On an OpenAI endpoint it has filled the parameters in.
 
     Raises RefusedError for parameters that draws cannot follow.
     """

@@ -8,8 +8,7 @@ from sglang_static import compat
 
 
 def follower_of(manager: Any) -> Any:
-    """Return the `Follower` of a TokenizerManager, which begins now; None if it has no item sets. Call it on the event
-    loop."""
+    """Return a TokenizerManager's `Follower`, begun if need be; None without item sets. Call it on the event loop."""
     front = getattr(manager, "static_front_end", None)
     if front is not None and front.follower is None:
         manager.auto_create_handle_loop()

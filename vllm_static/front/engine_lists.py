@@ -20,10 +20,7 @@ LOOK = 0.002  # seconds between two looks whether other requests have had their 
 
 
 class EngineLists(OneRequest):
-    """Asks the engine for as many lists at a time as `ranked_list_beams` says, or as a worker has room for.
-
-    under_way: lists that the engine has now.
-    """
+    """Has as many lists at a time `under_way` in the engine as `ranked_list_beams` says, or a worker has room for."""
 
     def __init__(self, vllm_config: Any) -> None:
         limit = StaticConfig.of(vllm_config.additional_config).ranked_list_beams

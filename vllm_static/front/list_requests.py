@@ -95,8 +95,7 @@ class RankedList:
         return TokenScores(self.job.item_set, items, self._end)
 
     def outputs(self, items: Iterable[tuple[Any, Any, str]], logs: TokenScores) -> list[CompletionOutput]:
-        """Return an output of each item, with what an answer says of it, and its text. logs: their tokens' scores,
-        taken."""
+        """Return an output of each item, with what an answer says of it and its text. logs: their tokens' scores."""
         outputs = []
         for i, (item, entry, text) in enumerate(items):
             tokens, reason = [*item.tokens, self._end], {"finish_reason": "stop"}
@@ -208,8 +207,7 @@ def with_lists(llm: Any, results: list[Any]) -> list[Any]:
 
 
 async def with_list(client: Any, result: RequestOutput, told: dict[int, dict[str, Any]], **options: Any) -> None:
-    """Make the lists after those of a result's thoughts that have ended; `told` has their items then. options: of
-    requests."""
+    """Make the lists after a result's ended thoughts: `told` gets their items. options: of requests."""
     for output in result.outputs:
         if (asked := told.get(output.index, {}).get(THOUGHT)) is not None:
             vars(output).pop(THOUGHT, None)

@@ -43,10 +43,7 @@ class Checks:
                 self.catalogue.drop(opened.name)
 
     def open(self, name: str, version: str, path: Path) -> Opened:
-        """Open and check a version of a followed set, which no request gets yet. It may take seconds.
-
-        Raises ItemSetError as the start does.
-        """
+        """Open and check a followed set's version, which may take seconds. Raises ItemSetError as the start does."""
         opened = self.catalogue.open(name, version, path)
         self._check(opened)
         return opened

@@ -170,8 +170,7 @@ class FrontEndBase:
     def expected(
         self, asked: ItemRequest, stop_tokens: frozenset[int], content: Callable[[Sequence[int]], Sequence[int]] | None
     ) -> Expected | ExpectedItems:
-        """Return what names the items of the answers to a `pinned` request. content: takes off reasoning, see
-        `Expected`."""
+        """Return what names the items of the answers to a `pinned` request. content: see `Expected`."""
         catalogue = self.checks.catalogue
         if isinstance(asked.made, Constraint):
             return ExpectedItems(asked.made, self.constraints.vocabulary.get(), catalogue, stop_tokens, content)

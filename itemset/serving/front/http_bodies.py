@@ -146,8 +146,7 @@ def judged(hook: Hooks, parse: Callable[[], Awaitable[Any]], request: Any) -> Aw
 
 
 async def _checked(hook: Hooks, middleware: BodyMiddleware, parse: Callable[[], Awaitable[Any]], request: Any) -> Any:
-    """Return the parsed body. Raises HTTPException 400 for what is refused: the one error that FastAPI lets through
-    here. Counts it."""
+    """Return the parsed body. Raises HTTPException 400, the one error that FastAPI lets through here, and counts it."""
     from fastapi import HTTPException
 
     from itemset.serving.metrics import refusals
@@ -165,8 +164,7 @@ async def _checked(hook: Hooks, middleware: BodyMiddleware, parse: Callable[[], 
 
 
 class _Answer:
-    """Sends the answer to a request, with what each choice says of items. Of an answer without items it reads
-    nothing."""
+    """Sends the answer to a request, with what each choice says of items. Without these it reads nothing of it."""
 
     def __init__(self, send: Callable[[Any], Awaitable[None]], given: Body) -> None:
         self._send, self._body = send, given

@@ -271,8 +271,7 @@ class Chosen:
     def get(self, selection: Mapping[str, Any], of: str) -> InlineSet:
         """Return what a request's selection leaves of a registered set.
 
-        of: the set's reference. Raises RefusedError, which names the field: a list over the limit, and as `views.view`
-        does.
+        of: the set's reference. Raises RefusedError with the field: a list over the limit, and as `views.view` does.
         """
         lists = {word: selection[word] for word in (EXCLUDE, ONLY) if word in selection}
         for word, keys in lists.items():
@@ -326,8 +325,7 @@ class Chosen:
 
 
 def _reference(asked: Mapping[str, Any], of: str) -> str:
-    """Return the reference of a part, by what was asked for: what is left has a digest too, but of its items, and not
-    of the keys that pass."""
+    """Return the reference of a part, by what was asked for: its own digest is of items, not of the keys that pass."""
     text = "\n".join(word + _text(word, value) for word, value in asked.items())
     return part_reference(hashlib.blake2b(text.encode(), digest_size=16).hexdigest(), of)
 

@@ -110,8 +110,7 @@ class OneRequest:
     def __init__(
         self, warn: Callable[[str, str], None], *, beams: int, widest: int | None, too_many: str, always: str = ""
     ) -> None:
-        """warn: of a logger. too_many: the metrics' label of draws with more beams. always: why rounds make all lists;
-        that is known, and logged, already."""
+        """warn: of a logger. too_many: the label of draws with more beams. always: why rounds make all lists."""
         self.beams, self.widest, self._too_many, self.always = beams, widest, too_many, always
         self._warn, self._of = lru_cache(_KEPT)(warn), dict[tuple[str, Width], str]()
         self._room = dict[str, int]()  # of sets for whose lists as many beams as usual were too many
@@ -171,8 +170,7 @@ class OneRequest:
     def outcome(self, carried: EngineRequest, result: ListResult, search: Any) -> Found | None:
         """Return what the engine has made; None if rounds must make or end it.
 
-        carried: by the request. search: of draws, the `Drawing` that must end them: it takes over those that are
-        decided.
+        carried: by the request. search: the `Drawing` that must end draws: it takes over those that are decided.
         """
         assert carried.item_set is not None
         assert carried.ranked is not None

@@ -130,8 +130,7 @@ class Thought:
     weighed: ClassVar[str] = ""
 
     def answer_fields(self, tokens: Sequence[int], *, cut: bool, logs: Any = ()) -> dict[str, Any]:
-        """Return what an answer says: that its list is to be made, or that there is none, because it has ended
-        elsewhere."""
+        """Return what an answer says: that its list is to be made, or that there is none, as it has ended elsewhere."""
         if cut or tuple(tokens[-len(self.asked.marker) :]) != self.asked.marker:
             return {"items": None}
         return {THOUGHT: replace(self.asked, ended=replace(self, tokens=tokens))}

@@ -247,8 +247,7 @@ class DrawOptions(_Options, frozen=True):
                 raise RefusedError("draws", message, one.name)
 
     def race_width(self, races: int, wanted: int, most: int) -> int | None:
-        """Return how many beams each race for `wanted` items has of `most`, in a step; None if they are too few for
-        all."""
+        """Return how many beams each race for `wanted` items has of `most`, in a step; None if too few for all."""
         width = max(self.width or RACE_BEAMS, 2 * wanted)
         if min(width, FEWEST_BEAMS) * races > most or wanted > most:
             return None

@@ -102,7 +102,7 @@ class Hooks:
             raise error
         if not self.refusal:
             logger.warning("static-backend is not active: %s", error)
-        self.refusal = self.refusal or str(error)
+            self.refusal = str(error)
 
     def install(self, engine: str, *times: str) -> None:
         """Check and wrap the hooks of these times: now, or for `IMPORTED` once their module is imported.

@@ -5,7 +5,7 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -145,11 +145,6 @@ class Constraints:
         except RuntimeError as error:  # what the engine would find, too late to refuse the request
             raise RefusedError("item set inside", f"the constraint cannot be used: {error}") from error
         return Constraint(kind, grammar, holes, compiled)
-
-    def check(self, constraint: Constraint, *, prompt_tokens: int, stop_tokens: Collection[int]) -> None:
-        """Raises RefusedError where a set and the rest of the request leave no way to end an item."""
-        for made in constraint.sets:
-            self._checks.request(made, prompt_tokens=prompt_tokens, min_tokens=0, stop_tokens=stop_tokens)
 
     def _check_texts(self, place: Place, item_set: ItemSet) -> None:
         """Raises RefusedError for a set whose texts must be escaped otherwise where it stands."""

@@ -125,18 +125,16 @@ class FrontEndBase:
 
         Raises RefusedError where a set and the other parameters leave no way to end an item.
         """
-        grammar = asked.made
-        if isinstance(grammar, Constraint):
-            sets = grammar.sets
-            self.constraints.check(grammar, prompt_tokens=prompt_tokens, stop_tokens=stop_tokens)
-            carried = EngineRequest(holes=HolesSpec(grammar.spec(), [one.ref for one in sets]))
-        else:
-            (made,) = sets = [self.checks.made(asked)]
-            self.checks.request(made, prompt_tokens=prompt_tokens, min_tokens=min_tokens, stop_tokens=stop_tokens)
-            carried = EngineRequest(made.ref, weighed=asked.weighed)
+        grammar = asked.made if isinstance(asked.made, Constraint) else None
+        sets = [self.checks.made(asked)] if grammar is None else grammar.sets
+        least = min_tokens if grammar is None else 0
+        for one in sets:
+            self.checks.request(one, prompt_tokens=prompt_tokens, min_tokens=least, stop_tokens=stop_tokens)
         for one in sets:
             metrics.REQUESTS.labels(metrics.label(one.reference)).inc()
-        return carried
+        if grammar is None:
+            return EngineRequest(sets[0].ref, weighed=asked.weighed)
+        return EngineRequest(holes=HolesSpec(grammar.spec(), [one.ref for one in sets]))
 
     def _placeholders(self, made: InlineSet, asked: ListOptions) -> Tokens:
         """Return those of a `ListJob`. Raises RefusedError if the draft head has no room."""

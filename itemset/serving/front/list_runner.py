@@ -58,8 +58,8 @@ def search_for(
         raise RefusedError(reason, message + words.option("ranked_list_passes"), "max_passes")
     most, given = max(1, most), msgspec.structs.asdict(options)
     if isinstance(options, ListOptions):
-        del given["without_end"]
-        return Search(item_set, end_token=options.scored_end(end_token), proof_passes=most, **given)
+        scored_end = None if given.pop("without_end") else end_token
+        return Search(item_set, end_token=scored_end, proof_passes=most, **given)
     n, passes = options.n, options.max_passes or most
     if options.draw == IMPORTANCE:
         common: dict[str, Any] = {"end_token": end_token, "seed": options.seed, "max_passes": passes}

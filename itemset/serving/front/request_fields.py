@@ -189,10 +189,6 @@ class ListOptions(_Options, frozen=True):
             message = f"width={last:,} finds no {self.k:,} items: set it to at least {self.k:,}"
             raise RefusedError("beam search", message, "width")
 
-    def scored_end(self, end_token: int) -> int | None:
-        """Return the end token that counts in the scores, if any does."""
-        return None if self.without_end else end_token
-
     def with_beams(self, items: int, most: int) -> Self:
         """Give a list of a set with this many items the beams that it has unless it says otherwise, at most `most`."""
         if self.width is not None or self.exact or self.max_passes is not None:

@@ -132,9 +132,8 @@ class FrontEnd(FrontEndBase):
         after = job.item_set.longest + AFTER + self.v2 + len(job.placeholders)
         room: int = self.vllm_config.model_config.max_model_len - prompt_tokens - after
         params.max_tokens = min(params.max_tokens or room, room)
-        carried = (job.carried or EngineRequest(self.checks.made(asked).ref)).but(
-            after=(asked.marker, job.placeholders)
-        )
+        carried = job.carried or EngineRequest(self.checks.made(asked).ref)
+        carried = carried.but(after=(asked.marker, job.placeholders))
         params.extra_args = {**(params.extra_args or {}), REFERENCE: None, WIRE: carried}
         self.refuse_inside(names_sets(params))
         if params.structured_outputs is None:

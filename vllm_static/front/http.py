@@ -19,12 +19,11 @@ from vllm_static.front.request import constraint_of, judge, put
 from vllm_static.metrics import PATH, refresh
 
 _RENDER = "/render"  # the end of endpoints' names
-_EXTRA_ARGS = f"{request_fields.PARAMS}.extra_args"
 SURFACE = lost_fields.Surface(
     served={path: {"": (*OF_SET, GUIDED)} for path in ("/v1/chat/completions/batch", "/v1/responses")}
     | {path: {"": (*OF_SET, GUIDED, *OF_ITEMS)} for path in DRAWING},
     # What vLLM takes for its engine's parameters reaches the engine as it is.
-    elsewhere={XARGS: (REFERENCE, *SELECTION), _EXTRA_ARGS: (REFERENCE, *SELECTION, SLATE)},
+    elsewhere={XARGS: (REFERENCE, *SELECTION), "sampling_params.extra_args": (REFERENCE, *SELECTION, SLATE)},
     mends=lost_fields.mends('structured_outputs: {"choice": [...]}', " or ".join(DRAWING)),
     inside="name a set in item_set, beside the other fields; state a schema in response_format or structured_outputs: "
     '{"json": ...} (/v1/responses: text.format), a grammar in structured_outputs: {"grammar": ...}',

@@ -96,7 +96,7 @@ def _generate(
     from vllm_static.front.request import asked
 
     options = {"lora_request": lora_request, "trace_headers": trace_headers, "session_id": session_id}
-    if _wants_candidates(sampling_params):
+    if wants_candidates(getattr(sampling_params, "extra_args", None)):
         return _candidates(self, prompt, sampling_params, request_id, priority=priority, **options)
     with refusals(sampling_params):
         params = http.with_item_set(sampling_params)
@@ -146,10 +146,6 @@ async def _candidates(
             yield output
 
 
-def _wants_candidates(params: Any) -> bool:
-    return wants_candidates(getattr(params, "extra_args", None))
-
-
 @hook("vllm.entrypoints.llm:LLM.generate", why="lists and draws, each item an output", when=IMPORTED)
 def _generate_offline(
     original: Callable[..., Any], self: Any, prompts: Any, sampling_params: Any, lora_request: Any, priority: Any,
@@ -158,7 +154,8 @@ def _generate_offline(
     """SamplingParams(n=16, extra_args={"item_set": "films", "list": True}), or "draws": True. Samples of other prompts
     of the same call are made by vLLM, after them."""
     given = sampling_params if isinstance(sampling_params, list | tuple) else [sampling_params]
-    if self.llm_engine.input_processor.static_front_end is None or not any(map(_wants_candidates, given)):
+    wanted = any(wants_candidates(getattr(one, "extra_args", None)) for one in given)
+    if self.llm_engine.input_processor.static_front_end is None or not wanted:
         return original()
     from vllm_static.front import list_requests
     from vllm_static.front.request import asked_of_generate

@@ -102,8 +102,7 @@ def _generate(
         params = http.with_item_set(sampling_params)
         if (item_request := asked(params)) is None:
             return original(sampling_params=params)
-    note = answers.noting()
-    return _prepared(original, self, item_request, copy.copy(params), note, priority=priority, **options)
+    return _prepared(original, self, item_request, copy.copy(params), answers.noting(), priority=priority, **options)
 
 
 async def _prepared(

@@ -162,8 +162,7 @@ class FrontEndBase:
         options: dict[str, Any] = {"placeholders": len(placeholders), "reasons": reasons}
         spec = self.one_request.spec(asked, made.reference, search, end_token, **options)
         carried = None if spec is None else EngineRequest(made.ref, spec)
-        of_set = self.checks.catalogue.version_fields(made.reference)
-        return ListJob(item_set, search, of_set, carried, placeholders)
+        return ListJob(item_set, search, self.checks.catalogue.version_fields(made.reference), carried, placeholders)
 
     def expected(
         self, asked: ItemRequest, stop_tokens: frozenset[int], content: Callable[[Sequence[int]], Sequence[int]] | None

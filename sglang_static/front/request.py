@@ -83,11 +83,8 @@ def asked(params: Mapping[str, Any], fields: Mapping[str, Any], *, ranked: bool)
 
 
 def _of_draws(params: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of draws in SGLang's own words. On an OpenAI endpoint it has filled the parameters in.
-
-    Raises RefusedError for parameters that draws cannot follow.
-    """
-    if fields.get(BEAMS):
+    """Return the options of draws in SGLang's own words. Raises RefusedError for what draws cannot follow."""
+    if fields.get(BEAMS):  # on an OpenAI endpoint SGLang has filled the parameters in
         return {name: fields.get(name) for name in ("seed", "temperature")}
     refuse_beside(params)
     seeds = (*(place.get("seed") for place in places(params, fields)), params.get("sampling_seed"))

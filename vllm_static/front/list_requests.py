@@ -226,16 +226,14 @@ def candidates(
     llm: Any, inputs: Sequence[Any], asked: Sequence[ItemRequest], loras: Sequence[Any],
     priorities: Sequence[int] | None,
 ) -> list[RequestOutput]:  # fmt: skip
-    """Return what `LLM.generate` answers to requests for lists or draws, of prompts that vLLM has tokenized.
-
-    All that is written out goes through the tokenizer together, and what is of one set through that.
-    """
+    """Return what `LLM.generate` answers to requests for lists or draws, of prompts that vLLM has tokenized."""
     tokenizer, front_end = llm.get_tokenizer(), llm.llm_engine.input_processor.static_front_end
     pinned, end_token = [front_end.pinned(one) for one in asked], tokenizer.eos_token_id
     prompts = [list(one["prompt_token_ids"]) for one in inputs]
     given = zip(pinned, prompts, strict=True)
     lists = [RankedList(front_end, request, prompt, end_token) for request, prompt in given]
     made, logs = _results(llm, front_end, lists, loras, priorities)
+    # All that is written out goes through the tokenizer together, and through its set.
     entries = list[list[dict[str, Any]]]()
     for _, group in groupby(zip(lists, made, strict=True), key=lambda pair: id(pair[0].job.item_set)):
         alike, found = zip(*group, strict=True)

@@ -100,10 +100,7 @@ class Checks:
         return self._selections.get(asked.selection, reference) if asked.chooses else self.catalogue.made(reference)
 
     async def prepare(self, asked: ItemRequest) -> InlineSet:
-        """Do `made` beside the event loop, of which it takes a millisecond.
-
-        Encoding stops if this is cancelled and no other request waits for it.
-        """
+        """Do `made` beside the event loop, of which it takes a millisecond. Encoding stops if nobody waits for it."""
         if asked.made is None and asked.choice is not None:
             return await self._inline.prepare(asked.choice, asked.escape)
         if asked.chooses:

@@ -60,10 +60,7 @@ class Constraints:
         self._unsafe: NDArray[np.bool_] | None = None
 
     def get(self, kind: str, spec: Any) -> Constraint | None:
-        """Return the constraint, None if no item set stands in it. Waits for all of it.
-
-        Raises RefusedError for what cannot hold, and as `Checks.made` does.
-        """
+        """Return the constraint, None if no set stands in it. Raises RefusedError for what cannot hold, or be made."""
         if not may_hold(kind, spec) or (marked := self._mark(kind, spec)) is None:
             return None
         return self._assembled(kind, marked, [self._checks.made(self._asked(place)) for place in marked.holes])

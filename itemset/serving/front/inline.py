@@ -150,10 +150,7 @@ class InlineTexts:
             raise
 
     async def prepare(self, choice: Any, escape: Escape | None = None) -> InlineSet:
-        """Do `get` beside an event loop, of which it takes about a millisecond: another thread reads a large list.
-
-        If it is cancelled, and nobody else waits for an equal list, encoding stops.
-        """
+        """Do `get` beside an event loop: another thread reads a large list. Encoding stops if nobody waits for it."""
         texts = self._copied(choice)
         if len(texts) <= FEW_TEXTS and sum(len(text) for text in texts if type(text) is str) <= FEW_CHARACTERS:
             key = self._read(texts, escape)

@@ -296,10 +296,7 @@ DRAWING = ("/v1/completions", "/v1/chat/completions")
 
 
 def with_beams(body: dict[str, Any], path: str) -> None:
-    """Make a body's draws, if it asks for some, take the way of ranked lists through its endpoint, an answer a draw.
-
-    Raises RefusedError for what is wrong with them, and as `refuse_beside` does.
-    """
+    """Let a body's draws, if any, take the way of ranked lists. Raises RefusedError as `refuse_beside` does."""
     if wants_draws(body) and path in DRAWING:
         refuse_beside(body)
         body["n"] = DrawOptions.of(body[DRAWS], body).n

@@ -25,7 +25,7 @@ from itemset.serving.front.answer_fields import item_logprobs
 from itemset.serving.front.http_bodies import body, no_body, while_connected
 from itemset.serving.front.list_runner import AbortedError
 from itemset.serving.front.request import wants_candidates
-from itemset.serving.front.request_fields import BEAMS, LOGPROBS, REFERENCE
+from itemset.serving.front.request_fields import BEAMS, LOGPROBS, REFERENCE, ListOptions
 from itemset.serving.wire import EngineRequest, ListResult, NoList, Tokens
 from sglang_static.front.request import CARRIED
 
@@ -93,7 +93,7 @@ async def _one(
     front_end, tokenizer = manager.static_front_end, manager.tokenizer
     asked = params[REFERENCE]
     if request.stream or request.return_logprob:
-        what = "a ranked list has" if asked.ranked else "draws have"
+        what = "a ranked list has" if isinstance(asked.several, ListOptions) else "draws have"
         raise RefusedError("beam search", f"{what} no stream and no logprobs of single tokens: leave them out")
     end, ask = tokenizer.eos_token_id, partial(_ask, generate, lora, prompt)
     begin = partial(front_end.list_job, asked, lora, prompt_tokens=len(prompt))

@@ -148,19 +148,19 @@ class FrontEndBase:
         after: context tokens that must stay free after an item. reasons: see `OneRequest.spec`. Raises RefusedError if
         the list may not be so long, or an item has no room in the context, and as `Checks.made` does.
         """
-        made, placeholders = self.checks.made(asked), Tokens()
-        if (ranked := asked.ranked) is not None:
+        made, placeholders, options = self.checks.made(asked), Tokens(), asked.several
+        assert options is not None
+        if isinstance(options, ListOptions):
             most = min(self.config.ranked_list_limit, self.one_request.usual_beams(made.reference))
-            ranked = ranked.with_beams(len(made.item_set), most)
-            asked, placeholders = replace(asked, ranked=ranked), self._placeholders(made, ranked)
-        choices, after = asked.ranked or asked.drawn, after + len(placeholders)
-        assert choices is not None
+            options = options.with_beams(len(made.item_set), most)
+            placeholders = self._placeholders(made, options)
+        after += len(placeholders)
         self.checks.request(made, prompt_tokens=prompt_tokens, min_tokens=0, stop_tokens=[end_token], after=after)
         item_set = made.item_set
-        search = search_for(item_set, choices, end_token=end_token, config=self.config, words=self.words)
+        search = search_for(item_set, options, end_token=end_token, config=self.config, words=self.words)
         metrics.REQUESTS.labels(metrics.label(asked.item_set or INLINE)).inc()
-        options: dict[str, Any] = {"placeholders": len(placeholders), "reasons": reasons}
-        spec = self.one_request.spec(asked, made.reference, search, end_token, **options)
+        more: dict[str, Any] = {"placeholders": len(placeholders), "reasons": reasons}
+        spec = self.one_request.spec(options, made.reference, search, end_token, **more)
         carried = None if spec is None else EngineRequest(made.ref, spec)
         return ListJob(item_set, search, self.checks.catalogue.version_fields(made.reference), carried, placeholders)
 

@@ -20,7 +20,6 @@ from itemset.ranking.search import Found, Item, Rounds, Search, Width, described
 from itemset.serving import metrics
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import StaticConfig, Words
-from itemset.serving.front.request import ItemRequest
 from itemset.serving.front.request_fields import APPROXIMATE, DRAWS, IMPORTANCE, OF_EXACT, DrawOptions, ListOptions
 from itemset.serving.wire import EngineRequest, ListResult, ListSpec, NoList
 
@@ -48,7 +47,7 @@ def search_for(
         reason, sizes = "draws", [(options.n, f"request for {options.n:,} draws", DRAWS)]
         sizes.append((width, f"round of {width:,} passes", "width"))
     else:
-        sizes = [(options.k, f"ranked list of {options.k:,}", "n"), (width, f"beam of width {width:,}", "width")]
+        sizes = [(options.n, f"ranked list of {options.n:,}", "n"), (width, f"beam of width {width:,}", "width")]
     for size, what, param in sizes:
         if size > limit:
             message = f"a {what} is longer than this engine's limit of {limit:,}: ask for fewer items, or raise "
@@ -59,7 +58,7 @@ def search_for(
     most, given = max(1, most), msgspec.structs.asdict(options)
     if isinstance(options, ListOptions):
         scored_end = None if given.pop("without_end") else end_token
-        return Search(item_set, end_token=scored_end, proof_passes=most, **given)
+        return Search(item_set, given.pop("n"), end_token=scored_end, proof_passes=most, **given)
     n, passes = options.n, options.max_passes or most
     if options.draw == IMPORTANCE:
         common: dict[str, Any] = {"end_token": end_token, "seed": options.seed, "max_passes": passes}
@@ -139,7 +138,7 @@ class OneRequest:
         self._warn("A ranked list takes rounds of requests: %s", detail or reason)
 
     def spec(
-        self, asked: ItemRequest, reference: str, search: Any, end_token: int, *, placeholders: int,
+        self, options: ListOptions | DrawOptions, reference: str, search: Any, end_token: int, *, placeholders: int,
         reasons: Mapping[str, bool],
     ) -> ListSpec | None:  # fmt: skip
         """Return the list, or the draws, that the engine may try to make; None if rounds must.
@@ -147,18 +146,18 @@ class OneRequest:
         reference: of its set. search: what `search_for` gave. placeholders: tokens after the prompt if a draft head
         makes the list, which nothing then prevents. reasons: why the engine may not, if they hold.
         """
-        if (options := asked.ranked) is not None:
+        if isinstance(options, ListOptions):
             of_set = options.without_end, options.renormalised
-            spec = ListSpec(options.k, options.beam, end_token, *of_set, placeholders=placeholders)
+            spec = ListSpec(options.n, options.beam, end_token, *of_set, placeholders=placeholders)
             if placeholders:
                 return spec
             more = {"exact": options.exact, "max_passes": options.max_passes is not None}
             more["wider than ranked_list_beams"] = self.widest is not None and spec.beams > self.widest
-        elif isinstance(search, Drawing) and asked.drawn is not None:
+        elif isinstance(search, Drawing):
             keys, k = search.races
-            width = asked.drawn.race_width(len(keys), k, self.beams)
-            spec = ListSpec(k, width or 1, end_token, races=tuple(keys), temperature=asked.drawn.temperature)
-            more = {"max_passes": asked.drawn.max_passes is not None, self._too_many: width is None}
+            width = options.race_width(len(keys), k, self.beams)
+            spec = ListSpec(k, width or 1, end_token, races=tuple(keys), temperature=options.temperature)
+            more = {"max_passes": options.max_passes is not None, self._too_many: width is None}
         else:
             return None  # draws by importance
         known = self.why(*_key(reference, spec))

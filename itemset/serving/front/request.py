@@ -33,17 +33,16 @@ UNSAID = ("stream", "echo", "logprobs", "prompt_logprobs", "return_logprob")
 class ItemRequest:
     """The set that a request names or brings, one of both, and the ranked list or the draws of its items, if any.
 
-    item_set: the name of a registered set. choice: the texts of an inline set. selection: see `views.view`. escape: of
-    an inline set's texts, see `itemset.build_text`. weighed: WEIGHT or LOGPROBS, if its answers say these. constraint:
-    in place of a set the kind and the text of one in which sets may stand. made: the set or the constraint, once it is
-    made. after: what ends a thought before its list, see LIST_AFTER; marker: its tokens; ended: that thought, whose
-    list is asked for now.
+    item_set: the name of a registered set. choice: the texts of an inline set. several: its list or draws. selection:
+    see `views.view`. escape: of an inline set's texts, see `itemset.build_text`. weighed: WEIGHT or LOGPROBS, if its
+    answers say these. constraint: in place of a set the kind and the text of one in which sets may stand. made: the set
+    or the constraint, once it is made. after: what ends a thought before its list, see LIST_AFTER; marker: its tokens;
+    ended: that thought, whose list is asked for now.
     """
 
     item_set: str | None = None
     choice: list[str] | None = field(default=None, repr=False)
-    ranked: ListOptions | None = None
-    drawn: DrawOptions | None = None
+    several: ListOptions | DrawOptions | None = None
     selection: Mapping[str, Any] = field(default_factory=dict, repr=False)
     escape: Escape | None = None
     weighed: str = ""
@@ -60,7 +59,7 @@ class ItemRequest:
     @property
     def wanted(self) -> int:
         """Return how many items its list has, or its draws."""
-        return self.ranked.k if self.ranked is not None else self.drawn.n if self.drawn is not None else 1
+        return 1 if self.several is None else self.several.n
 
     @property
     def chooses(self) -> bool:
@@ -107,10 +106,10 @@ class ItemRequest:
                 DRAWS,
             )
         check_options(given, ranked=k is not None and not drawn, drawn=drawn)
-        draws_of = DrawOptions.of(given[DRAWS], given) if drawn else None
-        ranked = None if k is None or drawn else ListOptions.of(k, given)
+        several: ListOptions | DrawOptions | None
+        several = DrawOptions.of(given[DRAWS], given) if drawn else None if k is None else ListOptions.of(k, given)
         name, choice = named[0] if named else None, choices[0] if choices else None
-        return cls(name, choice, ranked, draws_of, selection, weighed=weighed, after=after)
+        return cls(name, choice, several, selection, weighed=weighed, after=after)
 
 
 THOUGHT = "thought"

@@ -169,12 +169,12 @@ class _Options(msgspec.Struct, frozen=True):
 
 
 class ListOptions(_Options, frozen=True):
-    """What a request asks of a ranked list: `k` items, and see `itemset.ranking.search.Search`.
+    """What a request asks of a ranked list: `n` items, and see `itemset.ranking.search.Search`.
 
     without_end: scores are of the items' own tokens, without the end token after them.
     """
 
-    k: Annotated[_Count, _number("items")] = msgspec.field(name="n")
+    n: Annotated[_Count, _number("items")]
     width: Annotated[_Count | _Widths | None, Meta(description=_WIDTH)] = None
     exact: _Flag = False
     renormalised: _Flag = False
@@ -182,23 +182,23 @@ class ListOptions(_Options, frozen=True):
     without_end: _Flag = False
 
     def __post_init__(self) -> None:
-        """Raises RefusedError for a value of another type, or a beam too narrow for `k` items."""
+        """Raises RefusedError for a value of another type, or a beam too narrow for `n` items."""
         super().__post_init__()
         *_, last = [self.beam] if isinstance(self.beam, int) else self.beam
-        if last < self.k:
-            message = f"width={last:,} finds no {self.k:,} items: set it to at least {self.k:,}"
+        if last < self.n:
+            message = f"width={last:,} finds no {self.n:,} items: set it to at least {self.n:,}"
             raise RefusedError("beam search", message, "width")
 
     def with_beams(self, items: int, most: int) -> Self:
         """Give a list of a set with this many items the beams that it has unless it says otherwise, at most `most`."""
         if self.width is not None or self.exact or self.max_passes is not None:
             return self
-        return msgspec.structs.replace(self, width=max(self.k, min(USUAL_BEAMS, items, most)))
+        return msgspec.structs.replace(self, width=max(self.n, min(USUAL_BEAMS, items, most)))
 
     @property
     def beam(self) -> int | tuple[int, ...]:
         """Return how many beams, of every level or of each: `width`, or as many as items."""
-        return tuple(self.width) if isinstance(self.width, Sequence) else self.width or self.k
+        return tuple(self.width) if isinstance(self.width, Sequence) else self.width or self.n
 
 
 class DrawOptions(_Options, frozen=True):

@@ -178,8 +178,8 @@ class FrontEnd(FrontEndBase):
 
     def list_job(self, asked: ItemRequest, lora: str | None, *, prompt_tokens: int) -> ListJob:
         """Do `begin_list`."""
-        end_token, reasons = self._tokenizer.eos_token_id, {"LoRA adapter": lora is not None}
-        return self.begin_list(asked, end_token, prompt_tokens=prompt_tokens, after=AFTER, reasons=reasons)
+        reasons = {"LoRA adapter": lora is not None}
+        return self.begin_list(asked, prompt_tokens=prompt_tokens, after=AFTER, reasons=reasons)
 
     def _marker(self, after: str | bool) -> Tokens:
         if len(marker := super()._marker(after)) > 1:

@@ -127,8 +127,7 @@ class FrontEnd(FrontEndBase):
 
     def _think(self, asked: ItemRequest, params: SamplingParams, prompt_tokens: int) -> Callable[[Any], Thought]:
         """Do `attach` for a thought, which leaves room for the items after it."""
-        least, end_token = prompt_tokens + len(asked.marker), self._tokenizer.eos_token_id
-        job = self.list_job(asked, end_token, prompt_tokens=least)
+        job = self.list_job(asked, prompt_tokens=prompt_tokens + len(asked.marker))
         after = job.item_set.longest + AFTER + self.v2 + len(job.placeholders)
         room: int = self.vllm_config.model_config.max_model_len - prompt_tokens - after
         params.max_tokens = min(params.max_tokens or room, room)
@@ -148,7 +147,7 @@ class FrontEnd(FrontEndBase):
         content = compat.content_after_reasoning(self.vllm_config, self._tokenizer, begun)
         return tuple(content.args[0]) if isinstance(content, partial) else ()
 
-    def list_job(self, asked: ItemRequest, end_token: int, *, prompt_tokens: int) -> ListJob:
+    def list_job(self, asked: ItemRequest, *, prompt_tokens: int) -> ListJob:
         """Do `begin_list`. Raises RefusedError also if the engine's scores are no log-probabilities."""
         if self._logprobs_mode.endswith("logits"):
             raise RefusedError(
@@ -157,8 +156,7 @@ class FrontEnd(FrontEndBase):
                 "list adds log-probabilities up: start it with raw_logprobs",
                 BEAMS,
             )
-        limits = {"prompt_tokens": prompt_tokens, "after": AFTER + self.v2}
-        return self.begin_list(asked, end_token, **limits, reasons={})
+        return self.begin_list(asked, prompt_tokens=prompt_tokens, after=AFTER + self.v2, reasons={})
 
     def _placeholders(self, made: InlineSet, asked: ListOptions) -> Tokens:
         if self._drafting is None or not self._drafting.drafts(made.reference, made.item_set, asked):

@@ -84,7 +84,7 @@ class RankedList:
         """Raises RefusedError, or ItemSetError for an inline set's items."""
         self.table = asked.ended and asked.ended.table
         begun = asked.ended.jobs if asked.ended is not None else []
-        self.job = begun.pop() if begun else front_end.list_job(asked, end_token, prompt_tokens=len(prompt))
+        self.job = begun.pop() if begun else front_end.list_job(asked, prompt_tokens=len(prompt))
         self.search, self.prompt, self.whole_prompt = self.job.search, prompt, [*prompt, *self.job.placeholders]
         self._adapters = front_end.vllm_config.lora_config is not None
         self._end, self._v2, self._logged = end_token, front_end.v2, bool(asked.weighed)

@@ -140,15 +140,14 @@ class FrontEndBase:
         """Return those of a `ListJob`. Raises RefusedError if the draft head has no room."""
         return ()
 
-    def begin_list(
-        self, asked: ItemRequest, end_token: int, *, prompt_tokens: int, after: int, reasons: Mapping[str, bool]
-    ) -> ListJob:
+    def begin_list(self, asked: ItemRequest, *, prompt_tokens: int, after: int, reasons: Mapping[str, bool]) -> ListJob:
         """Begin a request's ranked list or draws. Counts it.
 
         after: context tokens that must stay free after an item. reasons: see `OneRequest.spec`. Raises RefusedError if
         the list may not be so long, or an item has no room in the context, and as `Checks.made` does.
         """
         made, placeholders, options = self.checks.made(asked), Tokens(), asked.several
+        end_token = self._tokenizer.eos_token_id
         assert options is not None
         if isinstance(options, ListOptions):
             most = min(self.config.ranked_list_limit, self.one_request.usual_beams(made.reference))

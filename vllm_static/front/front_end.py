@@ -171,13 +171,9 @@ class FrontEnd(FrontEndBase):
 
 
 def follow(client: Any) -> None:
-    """Let the front end of an AsyncLLM follow published sets, if it has item sets and its event loop runs."""
-    front = client.input_processor.static_front_end
-    if front is None or front.follower is not None:
-        return
-    try:
-        loop = asyncio.get_running_loop()
-    except RuntimeError:
+    """Let the front end of an AsyncLLM with item sets follow published ones. Call it on the event loop."""
+    front, loop = client.input_processor.static_front_end, asyncio.get_running_loop()
+    if front.follower is not None:
         return
 
     async def send_to_all(message: Any) -> list[Any]:

@@ -101,7 +101,7 @@ class Checks:
 
     async def prepare(self, asked: ItemRequest) -> InlineSet:
         """Do `made` beside the event loop, of which it takes a millisecond. Encoding stops if nobody waits for it."""
-        if asked.made is None and asked.choice is not None:
+        if asked.choice is not None:
             return await self._inline.prepare(asked.choice, asked.escape)
         if asked.chooses:
             return await self._selections.prepare(asked.selection, self.catalogue.reference(asked.item_set or ""))

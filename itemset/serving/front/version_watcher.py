@@ -187,11 +187,10 @@ class Follower:
                 return
             try:
                 self._take_up(name, version)
+                followed.refused = None
+                return
             except ItemSetError as error:
                 failed, followed.why = version, str(error)
-                continue
-            followed.refused = None
-            return
 
     def _take_up(self, name: str, version: published.Version) -> None:
         """Have the version opened here and in the engines, and let requests get it.

@@ -147,8 +147,8 @@ class OneRequest:
         makes the list, which nothing then prevents. reasons: why the engine may not, if they hold.
         """
         if isinstance(options, ListOptions):
-            of_set = options.without_end, options.renormalised
-            spec = ListSpec(options.n, options.beam, end_token, *of_set, placeholders=placeholders)
+            scores = options.without_end, options.renormalised
+            spec = ListSpec(options.n, options.beam, end_token, *scores, placeholders=placeholders)
             if placeholders:
                 return spec
             more = {"exact": options.exact, "max_passes": options.max_passes is not None}

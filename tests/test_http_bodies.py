@@ -7,11 +7,14 @@ import contextvars
 import gc
 import json
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from itemset.errors import ItemSetError
 from itemset.serving.front import http_bodies
+from itemset.serving.hooks import Hooks
 
 JSON = [(b"content-type", b"application/json"), (b"content-length", b"2")]
 EVENTS = [(b"content-type", b"text/event-stream")]
@@ -96,3 +99,32 @@ def test_a_response_has_its_item_beside_its_output():
     for headers, answer in ((JSON, said), (EVENTS, b'event: a\ndata: {"type":"a","response":' + said + b"}\n\n")):
         _, left = served("/v1/responses", headers, answer, items={(0, 0): RED})
         assert b'"output":[],"item":{"key":0}}' in left[1]["body"]
+
+
+def test_a_fault_of_ours_costs_the_server_of_another_backend_nothing():
+    """The body is the one that was parsed. A refusal is HTTP 400, whichever backend is chosen."""
+    refusal = pytest.importorskip("fastapi").HTTPException
+    hook, happens, parsed = Hooks("now"), [TypeError("a fault of ours")], list[Any]()
+
+    class Checking(http_bodies.BodyMiddleware):
+        def check(self, scope: Any, given: Any) -> None:
+            raise happens[0]
+
+    async def parse() -> Any:
+        return {"prompt": "p"}
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        parsed.append(await http_bodies.judged(hook, parse, SimpleNamespace(scope=scope)))
+
+    def serve() -> None:
+        asyncio.run(Checking(app)({"type": "http", "path": "/v1/completions"}, None, None))
+
+    serve()
+    assert parsed == [{"prompt": "p"}]
+    happens[0] = ItemSetError("a refusal")
+    with pytest.raises(refusal, match="a refusal"):
+        serve()
+    hook.choose(True)
+    happens[0] = TypeError("a fault of ours")
+    with pytest.raises(TypeError, match="a fault of ours"):
+        serve()

@@ -27,8 +27,8 @@ def test_what_a_request_asks_for():
     assert asked("films", temperature=1, item_set="films") == ItemRequest("films")
     assert asked(choice=["a"], exact=None) == ItemRequest(choice=["a"])
     best = ListOptions(10, width=64, exact=True, renormalised=False, max_passes=9, without_end=False)
-    assert asked("films", k=10, width=64, exact=True, max_passes=9, use_beam_search=True).ranked == best
-    assert asked("films", k=10).ranked == ListOptions(10)
+    assert asked("films", k=10, width=64, exact=True, max_passes=9, use_beam_search=True).several == best
+    assert asked("films", k=10).several == ListOptions(10)
     assert asked("films", return_set_weight=True) == ItemRequest("films", weighed="return_set_weight")
     assert asked("films", return_set_weight=False) == ItemRequest("films")
 
@@ -69,11 +69,10 @@ def test_a_fault_is_named_with_its_field(given, message, param):
 
 
 def test_what_a_request_asks_of_draws():
-    assert asked("films", drawing=True, k=3, draws=3).drawn == DrawOptions(3)
-    assert asked("films", drawing=True, k=3, draws=3).ranked is None
+    assert asked("films", drawing=True, k=3, draws=3).several == DrawOptions(3)
     wanted = DrawOptions(2, replace=False, seed=7, temperature=0.5, width=9, max_passes=80, approximate=True)
     given = {"seed": 7, "temperature": 0.5, "width": 9, "max_passes": 80, "approximate": True, "replace": False}
-    assert asked("films", drawing=True, draws=2, exact=None, renormalised=False, **given).drawn == wanted
+    assert asked("films", drawing=True, draws=2, exact=None, renormalised=False, **given).several == wanted
     for bad, message, param in (
         ({"draws": 2}, "draws would be ignored here", "draws"),
         ({"replace": False}, "replace is for draws: add draws", "replace"),
@@ -148,11 +147,11 @@ def test_sampling_parameters_that_samplers_hold():
         ({}, 40, 1_000, 40),
         ({}, 5, 1_000, 10),
         ({}, 10_000, 32, 32),
-        ({"k": 100}, 10_000, 1_000, 100),
+        ({"n": 100}, 10_000, 1_000, 100),
         ({"width": 12}, 10_000, 1_000, 12),
         ({"exact": True}, 10_000, 1_000, 10),
         ({"max_passes": 40}, 10_000, 1_000, 10),
     ],
 )
 def test_a_list_has_64_beams_unless_it_says_otherwise(given, items, most, beams):
-    assert ListOptions(**({"k": 10} | given)).with_beams(items, most).beam == beams
+    assert ListOptions(**({"n": 10} | given)).with_beams(items, most).beam == beams

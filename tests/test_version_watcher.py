@@ -68,7 +68,7 @@ def processes(films: Films, tmp_path: Path) -> Processes:
 def test_requests_keep_the_version_that_they_began_with(films, processes):
     front = processes.checks[0]
     first = front.made(ItemRequest(item_set="films"))
-    narrowed = front.made(ItemRequest(item_set="films", exclude_keys=["v0-1"]))
+    narrowed = front.made(ItemRequest(item_set="films", selection={"exclude_keys": ["v0-1"]}))
     references = [one.reference for one in (first, narrowed)]
     for _ in range(3):
         films.publish()
@@ -178,7 +178,7 @@ def test_open_versions_and_copies_stay_two(films, processes, tmp_path):
         films.publish()
         processes.follower.look()
         front = processes.checks[0]
-        front.made(ItemRequest(item_set="films", item_filter={"place": {"$gte": 3}}))
+        front.made(ItemRequest(item_set="films", selection={"item_filter": {"place": {"$gte": 3}}}))
         seen += [weakref.ref(one.registered["films"]) for one in (front.catalogue, *processes.engines)]
     gc.collect()
     assert [one() is None for one in seen] == [True] * 8 + [False] * 4
@@ -210,7 +210,7 @@ def test_a_filter_of_a_closed_version_is_known_while_it_is_held(films, processes
     for _ in range(3):
         films.publish()
         processes.follower.look()
-    late = front._selections.get(ItemRequest(item_set="films", item_filter={"place": {"$gte": 3}}), first)
+    late = front._selections.get({"item_filter": {"place": {"$gte": 3}}}, first)
     assert front.catalogue[late.reference] is late.item_set
     assert len(late.item_set) == len(held) - 3
     assert not front.catalogue._inline
@@ -218,7 +218,7 @@ def test_a_filter_of_a_closed_version_is_known_while_it_is_held(films, processes
     del late
     gc.collect()
     assert front.catalogue.inline(reference) is None
-    kept = front.made(ItemRequest(item_set="films", item_filter={"place": {"$gte": 3}}))
+    kept = front.made(ItemRequest(item_set="films", selection={"item_filter": {"place": {"$gte": 3}}}))
     assert [*front.catalogue._inline] == [kept.reference]
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextvars
 import json
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import lost_words
 import pytest
@@ -168,10 +170,16 @@ def test_a_slow_reader_of_a_stream_loses_no_item():
     joined = result(0)
     joined.add(result(1), aggregate=True)
     joined.add(result(0, "stop"), aggregate=True)
-    place = answers.Place(http_bodies.Body(), 3)
-    assert answers.noted(joined, place, {0: {"item": {"key": 7}}}) is joined
+
+    def noting() -> tuple[http_bodies.Body, Any]:
+        body = http_bodies.body_of(None)
+        body.prompts = 3
+        return body, answers.noting()
+
+    body, note = contextvars.copy_context().run(noting)  # of a request of its own
+    assert note(joined, {0: {"item": {"key": 7}}}) is joined
     assert [getattr(one, "item", "none yet") for one in joined.outputs] == [{"key": 7}, "none yet"]
-    assert place.body.items == {(3, 0): {"item": {"key": 7}}}
+    assert body.items == {(3, 0): {"item": {"key": 7}}}
 
 
 def test_metrics(server, runner):

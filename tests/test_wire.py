@@ -20,7 +20,6 @@ from itemset.masking.arena import Arena, arena_bytes, room_for
 from itemset.serving.catalogue import Catalogue, InlineSet
 from itemset.serving.config import StaticConfig, Words
 from itemset.serving.front.inline import Chosen
-from itemset.serving.front.request import ItemRequest
 from itemset.serving.wire import EngineRequest, HolesSpec, ListResult, ListSpec, NoList, SetRef, name_of, read
 
 ITEMS = [[1, 2], [3], [1, 2], [4, 5, 6], [4, 5, 7], [8]]
@@ -35,7 +34,7 @@ class Process:
         self._chosen = Chosen(self.catalogue, config, Words("", "", "", ""))
 
     def get(self, name: str = "films", **selection: Any) -> InlineSet:
-        return self._chosen.get(ItemRequest(name, **selection), self.catalogue.reference(name))
+        return self._chosen.get(selection, self.catalogue.reference(name))
 
     def ref(self, name: str = "films", **selection: Any) -> SetRef:
         made = self.get(name, **selection)  # which a request holds until it is sent

@@ -106,7 +106,7 @@ class Batch(NamedTuple):
 
     @property
     def rows(self) -> int:
-        return self.slots.shape[0] * (self.rows_each or 1)  # `len` of a tensor takes five times longer
+        return int(self.slots.shape[0]) * (self.rows_each or 1)  # `len` of a tensor takes five times longer
 
 
 def refuse_strides(**tensors: Tensor | None) -> None:

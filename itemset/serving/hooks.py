@@ -8,15 +8,16 @@ Nothing is wrapped before `install`, and no hook runs before an engine of this p
 names the arguments that it reads, in any order, and `original` passes on all of them, also those of a later version.
 Several may stand around one function, each for a feature of its own: `original` of one calls the next one inside.
 A hook that runs although another backend is chosen may refuse a request, by ItemSetError. If it fails otherwise, that
-is logged once, and the engine's own function counts.
+is logged once, and the engine's own function counts: what a hook awaits, it runs in `Hooks.spared`.
 """
 
 import importlib.util
 import inspect
 import logging
 import sys
-from collections.abc import Awaitable, Callable, Container, Mapping
-from functools import cache, partial, wraps
+from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache, partial, reduce, wraps
 from importlib.abc import MetaPathFinder
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
@@ -53,11 +54,10 @@ class Hooks:
     """
 
     def __init__(self, when: str, put: Callable[[str, Callable[..., Any]], None] | None = None) -> None:
-        """when: the time at which a hook is installed, unless it names another. put: puts it in place, as `wrap` does,
-        by the engine's own registry of hooks."""
+        """when: the time of hooks that name none. put: does what `wrap` does by the engine's own registry of hooks."""
         self.declared: list[Hook] = []
         self.chosen, self.asked, self.refusal, self._put = False, False, "", put
-        self._when, self._wrapped, self._failed = when, set[str](), set[Hook]()
+        self._when, self._wrapped, self._failed = when, set[str](), set[str]()
 
     def __call__(
         self, *targets: str, why: str = "", when: str = "", order: int = 0, always: bool = False, extends: bool = False
@@ -83,10 +83,8 @@ class Hooks:
         return declare
 
     def choose(self, ours: bool) -> bool:
-        """Let all hooks of this process run from now on if an engine takes our backend. Returns whether it does.
-
-        Raises ItemSetError if it does and cannot.
-        """
+        """Let all hooks of this process run from now on if an engine takes our backend. Returns whether it does. Raises
+        ItemSetError if it does and cannot."""
         if ours:
             self.ask()
         self.chosen = self.chosen or ours
@@ -104,7 +102,7 @@ class Hooks:
             raise error
         if not self.refusal:
             logger.warning("static-backend is not active: %s", error)
-        self.refusal = self.refusal or str(error)
+            self.refusal = str(error)
 
     def install(self, engine: str, *times: str) -> None:
         """Check and wrap the hooks of these times: now, or for `IMPORTED` once their module is imported.
@@ -130,8 +128,7 @@ class Hooks:
             self.give_up(error)
 
     def _install(self, hooks: list[Hook], engine: str) -> None:
-        """Install all hooks of one target, the innermost first. They are put in place as one: a registry of the
-        engine's takes one for each function."""
+        """Install all hooks of one target, the innermost first, as one: an engine's registry takes one a function."""
         first = hooks[0]
         try:
             _, _, target = wrapt.resolve_path(*first.target.split(":"))
@@ -144,7 +141,7 @@ class Hooks:
             for hook in hooks:
                 if gone := absent(takes, hook.ours):
                     raise _lacking(hook, engine, f"({gone[0]})")
-            wrap(first.target, _chained([self.around(hook, takes) for hook in hooks]), self._put)
+            wrap(first.target, reduce(_both, [self.around(hook, takes) for hook in hooks]), self._put)
             self._wrapped.add(first.target)
 
     def around(self, hook: Hook, takes: Mapping[str, inspect.Parameter]) -> Callable[..., Any]:
@@ -166,66 +163,44 @@ class Hooks:
 
     def _spare(self, hook: Hook, original: Callable[..., Any], given: list[Any]) -> Any:
         """Run a hook although another backend is chosen: if it fails, the engine's own function still has its way."""
-        own = _Own(original)
+        results, errors = list[Any](), list[Exception]()
+
+        def own(**others: Any) -> Any:
+            try:
+                results.append(original(**others))
+            except Exception as error:
+                errors.append(error)
+                raise
+            return results[-1]
+
+        with self.spared(hook.target, errors):
+            return hook.ours(own, *given)
+        return results[0] if results else original()
+
+    @contextmanager
+    def spared(self, target: str, engines: Container[Exception] = ()) -> Iterator[None]:
+        """Pass over what fails in the block if another backend is chosen, and log it once.
+
+        engines: its own errors, which are raised, as are our refusals.
+        """
         try:
-            result = hook.ours(own, *given)
+            yield
         except Exception as error:
-            self._pass_over(hook, own, error)
-            return own.results[0] if own.results else original()
-        return self._awaited(hook, own, result) if inspect.iscoroutine(result) else result
-
-    async def _awaited(self, hook: Hook, own: "_Own", result: Awaitable[Any]) -> Any:
-        try:
-            return await result
-        except Exception as error:
-            self._pass_over(hook, own, error)
-            return await own()  # of a coroutine there is one more
-
-    def _pass_over(self, hook: Hook, own: "_Own", error: Exception) -> None:
-        """Log that a hook has failed, once. Raises what is no failure of ours: the engine's error, or our refusal."""
-        refused = isinstance(error, ItemSetError) or isinstance(error.__cause__, ItemSetError)
-        if refused or self.chosen or error in own.errors:
-            raise error
-        if hook not in self._failed:
-            self._failed.add(hook)
-            logger.error("The hook into %s has failed, and is passed over: %r", hook.target, error, exc_info=error)
+            refused = isinstance(error, ItemSetError) or isinstance(error.__cause__, ItemSetError)
+            if refused or self.chosen or error in engines:
+                raise
+            if target not in self._failed:
+                self._failed.add(target)
+                logger.error("The hook into %s has failed, and is passed over: %r", target, error, exc_info=error)
 
 
-def _chained(arounds: list[Callable[..., Any]]) -> Callable[..., Any]:
-    """Return one that stands around a function in place of all of these, of which the last is the outermost."""
-    *inner, outer = arounds
-    if not inner:
-        return outer
+def _both(inner: Callable[..., Any], outer: Callable[..., Any]) -> Callable[..., Any]:
+    """Return one that stands around a function in place of these two."""
 
     def around(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        for one in inner:
-            function = partial(one, function)
-        return outer(function, *args, **kwargs)
+        return outer(partial(inner, function), *args, **kwargs)
 
     return around
-
-
-class _Own:
-    """The engine's function, as a hook gets it, which remembers what came of it."""
-
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self._call, self.results, self.errors = call, list[Any](), list[Exception]()
-
-    def __call__(self, **others: Any) -> Any:
-        try:
-            result = self._call(**others)
-        except Exception as error:
-            self.errors.append(error)
-            raise
-        self.results.append(self._watched(result) if inspect.iscoroutine(result) else result)
-        return self.results[-1]
-
-    async def _watched(self, result: Awaitable[Any]) -> Any:
-        try:
-            return await result
-        except Exception as error:
-            self.errors.append(error)
-            raise
 
 
 class _Refusal(MetaPathFinder):
@@ -287,6 +262,7 @@ def require(base: type, ours: type) -> None:
         )
 
 
+@cache  # an engine may load its plugins more than once, and one warning is enough
 def check_version(
     engine: str, installed: str, supported: tuple[tuple[int, ...], tuple[int, ...]], broken: Container[str] = ()
 ) -> None:
@@ -301,23 +277,15 @@ def check_version(
             f"another backend, or try this one by {_trial(engine, installed)}"
         )
     if version > last:
-        _warn(
+        logger.warning(
             f"static-backend has been tried with {engine} {spans}, not with {installed}: try it by "
             f"{_trial(engine, installed)}"
         )
 
 
-@cache
-def _warn(sentence: str) -> None:
-    """Once a process: an engine may load its plugins more than once."""
-    logger.warning(sentence)
-
-
 def wrap(target: str, around: Callable[..., Any], put: Callable[[str, Callable[..., Any]], None] | None = None) -> None:
-    """Replace a function by ``around(original, *args, **kwargs)``. The arguments of a method begin with `self`.
-
-    put: does it in place of this.
-    """
+    """Replace a function by ``around(original, *args, **kwargs)``, or let `put` do that. A method's arguments begin
+    with `self`."""
     if put is not None:
         put(target, around)
         return

@@ -10,10 +10,10 @@ from contextlib import aclosing
 from typing import Any
 
 from itemset.serving.front import http_bodies
-from itemset.serving.front.answer_fields import FIELDS
+from itemset.serving.front.answer_fields import FIELDS, Logs
 from itemset.serving.front.request import THOUGHT, Thought
+from itemset.serving.front.request_fields import LOGPROBS
 from sglang_static.compat import hook
-from sglang_static.front import weights
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +22,9 @@ EXPECTED = "expected_item"
 
 CALLED = "item_set_of_answer"
 """Attribute beside it: the reference of its set; None if it has a constraint with sets in it."""
+
+WEIGHED = "item_set_weight"
+"""Attribute of one for which `ask_logprobs` has asked: its field for log p and log q."""
 
 
 @hook("sglang.srt.managers.tokenizer_manager:TokenizerManager._stream_one_response")
@@ -34,7 +37,7 @@ async def stream_one_response(
     async with aclosing(original()) as parts:
         async for part in parts:
             info, finish = part["meta_info"], part["meta_info"].get("finish_reason")
-            logs = weights.taken(info, state) if expected is not None and expected.weighed else ((), ())
+            logs = _taken_logs(info, state) if expected is not None and expected.weighed else ((), ())
             if expected is not None and finish:
                 from sglang_static.metrics import count_answer
 
@@ -50,6 +53,20 @@ async def stream_one_response(
                     logger.error("Request %s: %s", obj.rid, fault)
                 info.update(told)
             yield part
+
+
+def ask_logprobs(request: Any, weighed: str) -> None:
+    """Let a `GenerateReqInput` of one prompt get log p and log q for log-probabilities (`scheduler.weights`)."""
+    request.return_logprob, request.top_logprobs_num = True, int(weighed == LOGPROBS)
+    setattr(request, WEIGHED, weighed)
+
+
+def _taken_logs(info: dict[str, Any], state: Any) -> Logs:
+    """Take what nobody asked for out of `meta_info`; return log p and log q so far, or weights and zeros."""
+    for name in [name for name in info if "logprobs" in name]:
+        del info[name]
+    first = list(state.output_token_logprobs_val)
+    return first, [value for (value,) in state.output_top_logprobs_val] or [0.0] * len(first)
 
 
 _PARSER = "sglang.srt.parser.reasoning_parser:ReasoningParser"

@@ -14,7 +14,7 @@ from itemset.embedded.holes import Vocabulary
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import ModelLimits, StaticConfig, Words
 from itemset.serving.constraint import JSON
-from itemset.serving.front.front_end import FrontEndBase
+from itemset.serving.front.front_end import FrontEndBase, ListJob
 from itemset.serving.front.http_bodies import body, while_connected
 from itemset.serving.front.list_runner import Lists, OneRequest
 from itemset.serving.front.lost_fields import refuse_lost
@@ -23,7 +23,7 @@ from itemset.serving.front.request_fields import BEAMS, DRAWS, LIST, LIST_AFTER,
 from itemset.serving.front.sampler_limits import refuse_unsampled
 from itemset.serving.wire import WIRE, Tokens
 from sglang_static import compat
-from sglang_static.front import answers, weights
+from sglang_static.front import answers
 from sglang_static.front.list_requests import AFTER
 from sglang_static.front.request import OTHERS, asked, check_prompts, in_place, names_sets, wants_list
 
@@ -35,6 +35,7 @@ RESERVED = 2  # tokens that SGLang keeps of a context (managers/scheduler.py, in
 class FrontEnd(FrontEndBase):
     """SGLang's."""
 
+    log = logger
     words = Words("context_length", "--context-length", "min_new_tokens", compat.VARIABLE)
 
     @staticmethod
@@ -139,7 +140,7 @@ class FrontEnd(FrontEndBase):
         logprobs = getattr(request, "return_logprob", None)
         if isinstance(logprobs, list):
             logprobs = prompt < len(logprobs) and logprobs[prompt]
-        instead_of = "log-probabilities" if logprobs and not hasattr(request, weights.ASKED) else None
+        instead_of = "log-probabilities" if logprobs and not hasattr(request, answers.WEIGHED) else None
         reason = "with speculation" if self._speculates and weighed == LOGPROBS else self._why_no_weights
         self.check_weight(weighed, reason, instead_of=instead_of, ignore_eos=params.get("ignore_eos"))
 
@@ -168,14 +169,17 @@ class FrontEnd(FrontEndBase):
     def _think(self, asked: ItemRequest, request: Any, params: Any, prompt: list[int]) -> Thought:
         """Let a thought end at its marker, and leave room for the items after it."""
         self.refuse_inside(names_sets(request.sampling_params))
-        limits: dict[str, Any] = {"prompt_tokens": len(prompt) + len(asked.marker), "after": AFTER}
-        limits["reasons"] = {"LoRA adapter": request.lora_path is not None}
-        job = self.begin_list(asked, self._tokenizer.eos_token_id, **limits)
+        job = self.list_job(asked, request.lora_path, prompt_tokens=len(prompt) + len(asked.marker))
         room = self._context - AFTER - job.item_set.longest - len(prompt)
         params.max_new_tokens = min(params.max_new_tokens or room, room)
         params.stop_token_ids = {*(params.stop_token_ids or ()), *asked.marker}
         params.no_stop_trim = True
-        return Thought(asked, prompt, [job])
+        return Thought(asked, [job], prompt)
+
+    def list_job(self, asked: ItemRequest, lora: str | None, *, prompt_tokens: int) -> ListJob:
+        """Do `begin_list`."""
+        reasons = {"LoRA adapter": lora is not None}
+        return self.begin_list(asked, prompt_tokens=prompt_tokens, after=AFTER, reasons=reasons)
 
     def _marker(self, after: str | bool) -> Tokens:
         if len(marker := super()._marker(after)) > 1:

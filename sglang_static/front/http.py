@@ -8,11 +8,11 @@ from typing import Any
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.front import http_bodies, lost_fields, request_fields
 from itemset.serving.front.lost_fields import constraints_of, disguised, refuse_loose_tools
-from itemset.serving.front.request import check_options, wants_draws, with_beams
+from itemset.serving.front.request import DRAWING, check_options, wants_draws, with_beams
 
 from itemset.serving.front.request_fields import (  # isort: skip
-    BEAMS, CHOICE, CUSTOM, DRAWS, LIST, LIST_AFTER, LOGPROBS, PARAMS, REFERENCE, SELECTION, SLATE, STRUCTURED, WEIGHT,
-    WORDS,
+    BEAMS, CHOICE, CUSTOM, DRAWS, GUIDED, LIST, LIST_AFTER, LOGPROBS, OF_SET, PARAMS, REFERENCE, SELECTION, SLATE,
+    STRUCTURED, WEIGHT, WORDS,
 )  # fmt: skip
 from sglang_static import compat
 from sglang_static.front.request import KINDS, PROMPTS, constraint_of
@@ -20,14 +20,12 @@ from sglang_static.front.version_watcher import follower_of
 
 _BODY = {"": WORDS, STRUCTURED: (CHOICE,)}
 _WITHIN = tuple(word for word in WORDS if word != STRUCTURED)
-_ASKING = (REFERENCE, CHOICE, *SELECTION, SLATE, WEIGHT, LOGPROBS, DRAWS, LIST_AFTER)
+_ASKING = (*OF_SET, CHOICE, DRAWS, LIST_AFTER)
 _OWN = tuple(dict.fromkeys((*_ASKING, LIST, *request_fields.OPTIONS, *request_fields.DRAWN)))
 _OPENAI = _BODY | {CUSTOM: _WITHIN, "response_format": ("schema",)}
-_OPENAI_DRAWS = ("/v1/completions", "/v1/chat/completions")
-SERVED = dict.fromkeys(_OPENAI_DRAWS, _OPENAI) | {
+SERVED = dict.fromkeys(DRAWING, _OPENAI) | {
     # No custom_params are read.
-    "/v1/responses": _BODY
-    | {"": tuple(word for word in WORDS if word not in (DRAWS, request_fields.DRAW, WEIGHT, LOGPROBS, LIST_AFTER))},
+    "/v1/responses": _BODY | {"": (REFERENCE, *SELECTION, SLATE, CHOICE, STRUCTURED, GUIDED)},
     "/generate": _BODY | {PARAMS: (*_WITHIN, *KINDS), f"{PARAMS}.{CUSTOM}": _WITHIN},
 }
 _DRAWING = "/v1/completions, /v1/chat/completions or /generate"
@@ -41,8 +39,7 @@ SURFACE = lost_fields.Surface(
 )
 RANKED = SERVED.keys() - {"/v1/responses"}
 
-_PROMPTED = ("/generate",)
-UNSEEN = (*_PROMPTED, "/v1/responses")
+UNSEEN = ("/generate", "/v1/responses")
 """Endpoints that begin to stream before a request is judged; the others wait for its first token."""
 
 
@@ -90,7 +87,7 @@ class ItemSetFields(http_bodies.BodyMiddleware):
         if front_end is None or not isinstance(given, dict) or not given.get("stream") or body.path not in UNSEEN:
             return
         if body.fields is not None or any(constraint_of(one, {}) for one in request_fields.at(given, PARAMS)):
-            names = ("custom_logit_processor", *(PROMPTS if body.path in _PROMPTED else ()))
+            names = ("custom_logit_processor", *(PROMPTS if body.path == "/generate" else ()))
             known = {name: given.get(name) for name in names} | {PARAMS: copy.deepcopy(given.get(PARAMS))}
             body.made = SimpleNamespace(**known)  # held meanwhile
             await front_end.judge(body.made, request)
@@ -113,8 +110,7 @@ def _rename(path: str, body: dict[str, Any]) -> None:
     for place in ("", PARAMS, f"{PARAMS}.{CUSTOM}", CUSTOM):
         for given in request_fields.at(body, place):
             request_fields.rename_guided(given, given)
-    if wants_draws(body) and path in _OPENAI_DRAWS:
-        with_beams(body)
+    with_beams(body, path)
 
 
 def _own_fields(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from itemset.serving.front.answer_fields import item_logprobs
 from itemset.serving.front.http_bodies import body, no_body, while_connected
 from itemset.serving.front.list_runner import AbortedError
 from itemset.serving.front.request import wants_candidates
-from itemset.serving.front.request_fields import BEAMS, LOGPROBS, REFERENCE
+from itemset.serving.front.request_fields import BEAMS, LOGPROBS, REFERENCE, ListOptions
 from itemset.serving.wire import EngineRequest, ListResult, NoList, Tokens
 from sglang_static.front.request import CARRIED
 
@@ -36,8 +36,7 @@ Generate = Callable[..., AsyncGenerator[Any, None]]
 
 
 async def ranked(generate: Generate, manager: Any, request: Any, http_request: Any) -> AsyncGenerator[Any, None]:
-    """Yield what `TokenizerManager.generate_request` answers to a request with a set and `beam_width`: a dict for one
-    prompt, a list for several."""
+    """Yield what `TokenizerManager.generate_request` answers with lists or draws: a dict for one prompt, or a list."""
     body().begin(thinks=False)
     prompts = request.text if request.input_ids is None else request.input_ids
     single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
@@ -75,10 +74,10 @@ async def after_thought(manager: Any, request: Any, asked: Any) -> list[dict[str
     """Return what an answer says of the list after its thought, whose KV is in the prefix cache; None if that was
     aborted.
 
-    asked: `ItemRequest`, after a `Thought` whose params are its prompt's tokens.
+    asked: `ItemRequest`, after a `Thought` with its prompt.
     """
     params = {**request.sampling_params, REFERENCE: asked, "max_new_tokens": None}
-    given, prompt = copy.copy(request), [*asked.ended.params, *asked.ended.tokens]
+    given, prompt = copy.copy(request), [*asked.ended.prompt, *asked.ended.tokens]
     given.stream = given.return_logprob = False
     answer = await _one(manager.generate_request, manager, request.lora_path, given, params, prompt)
     made = [one | one["meta_info"] for one in answer["meta_info"]["beam_results"] if "rank" in one["meta_info"]]
@@ -94,12 +93,10 @@ async def _one(
     front_end, tokenizer = manager.static_front_end, manager.tokenizer
     asked = params[REFERENCE]
     if request.stream or request.return_logprob:
-        what = "a ranked list has" if asked.ranked else "draws have"
+        what = "a ranked list has" if isinstance(asked.several, ListOptions) else "draws have"
         raise RefusedError("beam search", f"{what} no stream and no logprobs of single tokens: leave them out")
-    end = tokenizer.eos_token_id
-    limits = {"prompt_tokens": len(prompt), "after": AFTER}
-    reasons = {"LoRA adapter": lora is not None}
-    begin = partial(front_end.begin_list, asked, end, **limits, reasons=reasons)
+    end, ask = tokenizer.eos_token_id, partial(_ask, generate, lora, prompt)
+    begin = partial(front_end.list_job, asked, lora, prompt_tokens=len(prompt))
     begun = asked.ended.jobs if asked.ended is not None else []
     job = begun.pop() if begun else await asyncio.to_thread(begin)  # the set's tokens may have to be looked through
     said, texts, special = dict[str, Any](), dict[Tokens, str](), frozenset(getattr(tokenizer, "all_special_ids", ()))
@@ -115,10 +112,10 @@ async def _one(
             said |= info
             best = front_end.one_request.outcome(job.carried, result, job.search)
         if best is None:
-            best = await front_end.lists.run(job.search, partial(_ask, generate, manager, lora, prompt), read)
+            best = await front_end.lists.run(job.search, ask, read)
         logs = TokenScores(job.item_set, [item.tokens for item in best.items] if asked.weighed else [], end)
         if logs.passes:
-            await front_end.lists.run(logs, partial(_ask, generate, manager, lora, prompt), read)
+            await front_end.lists.run(logs, ask, read)
     except AbortedError as error:
         info = {"finish_reason": error.args[0]}
         none = {"output_ids": [], "text": "", "meta_info": info}
@@ -192,7 +189,7 @@ async def _in_one_request(
     return ListResult(races, bool(proven), passes, rounds), texts, info
 
 
-async def _ask(generate: Generate, manager: Any, lora: str | None, prompt: list[int], one: Pass) -> dict[str, Any]:
+async def _ask(generate: Generate, lora: str | None, prompt: list[int], one: Pass) -> dict[str, Any]:
     asked = GenerateReqInput(
         input_ids=[*prompt, *one.tokens],
         sampling_params={"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True},

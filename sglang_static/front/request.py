@@ -11,12 +11,12 @@ from itemset.serving.front import request_fields
 from itemset.serving.front.http_bodies import body
 from itemset.serving.front.lost_fields import holds_sets, undisguised
 from itemset.serving.front.request import ItemRequest, candidates, refuse_beside, wants_candidates, wants_draws
-from itemset.serving.front.request_fields import BEAMS, CHOICE, CUSTOM, LOGPROBS, REFERENCE, SELECTION, SLATE, WEIGHT
+from itemset.serving.front.request_fields import BEAMS, CHOICE, CUSTOM, REFERENCE, SLATE
 from sglang_static import compat
 
 CARRIED = "item_set_list"
 """Attribute of the `GenerateReqInput` that asks for a list in one request: its EngineRequest."""
-_WORDS = (REFERENCE, CHOICE, SLATE, WEIGHT, LOGPROBS, *SELECTION)
+_WORDS = (*request_fields.OF_SET, CHOICE)
 _OF_LIST = (request_fields.LIST, request_fields.LIST_AFTER, *request_fields.OPTIONS)
 KINDS = {"json_schema": JSON, "ebnf": EBNF, "structural_tag": TAG}
 """The constraints, in `sampling_params`, in which item sets can stand."""
@@ -83,12 +83,8 @@ def asked(params: Mapping[str, Any], fields: Mapping[str, Any], *, ranked: bool)
 
 
 def _of_draws(params: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of draws that have SGLang's own words. On an OpenAI endpoint SGLang has filled the parameters
-    in.
-
-    Raises RefusedError for parameters that draws cannot follow.
-    """
-    if fields.get(BEAMS):
+    """Return the options of draws in SGLang's own words. Raises RefusedError for what draws cannot follow."""
+    if fields.get(BEAMS):  # on an OpenAI endpoint SGLang has filled the parameters in
         return {name: fields.get(name) for name in ("seed", "temperature")}
     refuse_beside(params)
     seeds = (*(place.get("seed") for place in places(params, fields)), params.get("sampling_seed"))

@@ -9,7 +9,7 @@ from itemset.serving.front.request_fields import REFERENCE
 from itemset.serving.wire import WIRE
 from sglang_static import compat
 from sglang_static.compat import hook
-from sglang_static.front import answers, version_watcher, weights
+from sglang_static.front import answers, version_watcher
 from sglang_static.front.request import CARRIED, names_sets, places, without_words
 
 
@@ -64,7 +64,7 @@ def _parse_body(original: Callable[..., Any], self: Any) -> Any:
     """A body is judged once parsed, before words are dropped."""
     from itemset.serving.front import http_bodies
 
-    return http_bodies.judged(original, self)
+    return http_bodies.judged(hook, original, self)
 
 
 @hook("sglang.srt.managers.tokenizer_manager:TokenizerManager._create_tokenized_object", always=True)
@@ -86,7 +86,7 @@ def _create_tokenized_object(original: Callable[..., Any], self: Any, obj: Any, 
     given, obj.sampling_params = obj.sampling_params, without_words(obj.sampling_params)
     asked = given.get(REFERENCE)
     if asked is not None and asked.weighed and not asked.after:
-        weights.ask(obj, asked.weighed)
+        answers.ask_logprobs(obj, asked.weighed)
     try:
         tokenized = original()
     finally:

@@ -6,7 +6,9 @@ sets stand in its constraint, `CompletionOutput.items` is a list of them. Other 
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from functools import partial
+from types import MappingProxyType
+from typing import Any
 
 from vllm.logger import init_logger
 
@@ -117,28 +119,22 @@ def _reading_items(parser: type[Any]) -> type[Any]:
     return Reading
 
 
-class Place(NamedTuple):
-    """Where a prompt's answers are noted: the body that is being served, and which of its prompts it is."""
-
-    body: http_bodies.Body
-    prompt: int
-
-
-def place() -> Place:
-    """Return that of the next prompt that is handed to the engine."""
+def noting() -> Callable[..., Any]:
+    """Return `_noted` for the next prompt that is handed to the engine."""
     body = http_bodies.body()
     body.prompts += 1
-    return Place(body, body.prompts - 1)
+    return partial(_noted, body, body.prompts - 1)
 
 
-def noted(result: Any, place: Place, told: Mapping[int, dict[str, Any]] | None = None) -> Any:
+def _noted(
+    body: http_bodies.Body, prompt: int, result: Any, told: Mapping[int, dict[str, Any]] = MappingProxyType({})
+) -> Any:
     """Return a prompt's RequestOutput, whose items are noted for the choices that its endpoint makes. told: by output,
     what is said of items: vLLM drops it from outputs that it joins, where a reader is slow."""
     for output in result.outputs:
-        if told and output.index in told:
-            _say(output, told[output.index])
+        _say(output, told.get(output.index, {}))
         if fields := told_of(output):
-            place.body.items[place.prompt, output.index] = fields
+            body.items[prompt, output.index] = fields
     return result
 
 

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
 from itemset.ranking.search import widest
-from itemset.serving.catalogue import RefusedError
+from itemset.serving.catalogue import InlineSet, RefusedError
 from itemset.serving.config import StaticConfig
 from itemset.serving.front.request_fields import ListOptions
-from itemset.serving.wire import INLINE, MOST_LOGITS
+from itemset.serving.wire import INLINE, MOST_LOGITS, Tokens
 from vllm_static import compat
 
 OPTION = "item_set_draft_head"
@@ -18,14 +18,14 @@ OPTION = "item_set_draft_head"
 class Drafting(NamedTuple):
     """What a front end knows of the draft head. placeholders: token ids. widest: beams for which there is memory."""
 
-    placeholders: tuple[int, ...]
+    placeholders: Tokens
     widest: int
 
-    def drafts(self, reference: str, item_set: ItemSet, asked: ListOptions) -> bool:
-        """Return whether the head makes a list. It proves nothing, and has not been trained on inline sets."""
-        ours = not reference.startswith(INLINE) and item_set.longest <= len(self.placeholders)
+    def of(self, made: InlineSet, asked: ListOptions) -> Tokens:
+        """Return the placeholders of a list that the head makes, else none: it neither proves nor knows inline sets."""
+        ours = not made.reference.startswith(INLINE) and made.item_set.longest <= len(self.placeholders)
         if not ours or asked.exact or asked.max_passes is not None:
-            return False
+            return ()
         if widest(asked.beam) > self.widest:
             raise RefusedError(
                 "beam search",
@@ -33,7 +33,7 @@ class Drafting(NamedTuple):
                 f"{self.widest:,}",
                 "width" if asked.width else "n",
             )
-        return True
+        return self.placeholders
 
 
 def drafting(vllm_config: Any, fingerprint: Callable[[], str], sets: Mapping[str, ItemSet]) -> Drafting | None:

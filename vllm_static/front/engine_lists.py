@@ -10,7 +10,6 @@ from vllm.logger import init_logger
 
 from itemset.serving.config import StaticConfig
 from itemset.serving.front.list_runner import OneRequest, Pace
-from itemset.serving.front.request import ItemRequest
 from itemset.serving.wire import EngineRequest, ListResult, ListSpec
 from vllm_static import compat
 
@@ -21,10 +20,7 @@ LOOK = 0.002  # seconds between two looks whether other requests have had their 
 
 
 class EngineLists(OneRequest):
-    """Asks the engine for as many lists at a time as `ranked_list_beams` says, or as a worker has room for.
-
-    under_way: lists that the engine has now.
-    """
+    """Has as many lists at a time `under_way` in the engine as `ranked_list_beams` says, or a worker has room for."""
 
     def __init__(self, vllm_config: Any) -> None:
         limit = StaticConfig.of(vllm_config.additional_config).ranked_list_beams
@@ -37,15 +33,6 @@ class EngineLists(OneRequest):
         self._others_until = 0.0
         self._pace = Pace(1, beams * self._engines)
         self._asks_workers = limit is None
-
-    def spec(
-        self, asked: ItemRequest, reference: str, search: Any, end_token: int, *, placeholders: int = 0, **more: Any
-    ) -> ListSpec | None:
-        """Do `OneRequest.spec`. placeholders: tokens after the prompt if the draft head makes the list."""
-        if placeholders and (one := asked.ranked) is not None:
-            of_set = one.without_end, one.renormalised
-            return ListSpec(one.k, one.beam, end_token, *of_set, placeholders=placeholders)
-        return super().spec(asked, reference, search, end_token, **more)
 
     def read(self, carried: EngineRequest, table: Any, search: Any) -> Any:
         """Do `OneRequest.outcome` for a request whose prompt_token_id_logprobs are its table."""

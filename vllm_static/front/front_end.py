@@ -12,7 +12,7 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar
 
 from itemset.errors import ItemSetError
-from itemset.serving.catalogue import RefusedError
+from itemset.serving.catalogue import InlineSet, RefusedError
 from itemset.serving.config import ModelLimits, StaticConfig, Words
 from itemset.serving.constraint import JSON, TAG
 from itemset.serving.front.answer_fields import Expected, ExpectedItems
@@ -20,9 +20,9 @@ from itemset.serving.front.front_end import FrontEndBase, ListJob
 from itemset.serving.front.http_bodies import body
 from itemset.serving.front.list_runner import Lists
 from itemset.serving.front.request import ItemRequest, Thought
-from itemset.serving.front.request_fields import BEAMS, REFERENCE
+from itemset.serving.front.request_fields import BEAMS, REFERENCE, ListOptions
 from itemset.serving.front.sampler_limits import PARAMETERS, refuse_unsampled
-from itemset.serving.front.version_watcher import Follower, Send
+from itemset.serving.front.version_watcher import Follower
 from itemset.serving.wire import WIRE, EngineRequest, Tokens
 from vllm_static import compat
 from vllm_static.front.engine_lists import EngineLists
@@ -38,6 +38,7 @@ PATIENCE = 1.0  # seconds after which a front end checks that the engine is stil
 class FrontEnd(FrontEndBase):
     """vLLM's."""
 
+    log = logger
     words = Words("max_model_len", "--max-model-len", "min_tokens", "--additional-config")
 
     @staticmethod
@@ -72,7 +73,8 @@ class FrontEnd(FrontEndBase):
             self._drafting = drafting(vllm_config, self.checks.fingerprint, self.checks.catalogue.registered)
         self.v2, self._logprobs_mode = bool(vllm_config.use_v2_model_runner), str(model.logprobs_mode)
         path, speculative = "device path, masks inside the sampler", vllm_config.speculative_config
-        if not compat.on_device_path(vllm_config):
+        self.host_path = not compat.on_device_path(vllm_config)
+        if self.host_path:
             as_configured = "as configured" if config.item_set_path == "host" else None
             path = f"host path: {as_configured or compat.why_host_path(vllm_config)}"
             if speculative is not None:
@@ -125,18 +127,18 @@ class FrontEnd(FrontEndBase):
 
     def _think(self, asked: ItemRequest, params: SamplingParams, prompt_tokens: int) -> Callable[[Any], Thought]:
         """Do `attach` for a thought, which leaves room for the items after it."""
-        least, end_token = prompt_tokens + len(asked.marker), self._tokenizer.eos_token_id
-        job, placeholders = self.list_job(asked, end_token, prompt_tokens=least)
-        after = job.item_set.longest + AFTER + self.v2 + len(placeholders)
+        job = self.list_job(asked, prompt_tokens=prompt_tokens + len(asked.marker))
+        after = job.item_set.longest + AFTER + self.v2 + len(job.placeholders)
         room: int = self.vllm_config.model_config.max_model_len - prompt_tokens - after
         params.max_tokens = min(params.max_tokens or room, room)
-        carried = (job.carried or EngineRequest(self.checks.made(asked).ref)).but(after=(asked.marker, placeholders))
+        carried = job.carried or EngineRequest(self.checks.made(asked).ref)
+        carried = carried.but(after=(asked.marker, job.placeholders))
         params.extra_args = {**(params.extra_args or {}), REFERENCE: None, WIRE: carried}
         self.refuse_inside(names_sets(params))
         if params.structured_outputs is None:
             own = StructuredOutputsParams(choice=[carried.reference])
             params.structured_outputs = compat.of_our_backend(own)
-        thought = Thought(asked, params, [(job, placeholders)])
+        thought = Thought(asked, [job])
         return lambda request: thought
 
     def reasoning_end(self) -> Tokens:
@@ -145,11 +147,8 @@ class FrontEnd(FrontEndBase):
         content = compat.content_after_reasoning(self.vllm_config, self._tokenizer, begun)
         return tuple(content.args[0]) if isinstance(content, partial) else ()
 
-    def list_job(self, asked: ItemRequest, end_token: int, *, prompt_tokens: int) -> tuple[ListJob, tuple[int, ...]]:
-        """Do `begin_list`. Returns also the tokens that stand after the prompt if the draft head makes the list.
-
-        Raises RefusedError also if the engine's scores are no log-probabilities, or the head has no room.
-        """
+    def list_job(self, asked: ItemRequest, *, prompt_tokens: int) -> ListJob:
+        """Do `begin_list`. Raises RefusedError also if the engine's scores are no log-probabilities."""
         if self._logprobs_mode.endswith("logits"):
             raise RefusedError(
                 "beam search",
@@ -157,14 +156,10 @@ class FrontEnd(FrontEndBase):
                 "list adds log-probabilities up: start it with raw_logprobs",
                 BEAMS,
             )
-        placeholders, asked = tuple[int, ...](), self.with_beams(asked)
-        if self._drafting is not None and asked.ranked is not None:
-            made = self.checks.made(asked)
-            if self._drafting.drafts(made.reference, made.item_set, asked.ranked):
-                placeholders = self._drafting.placeholders
-        after, more = AFTER + self.v2 + len(placeholders), {"placeholders": len(placeholders)}
-        job = self.begin_list(asked, end_token, prompt_tokens=prompt_tokens, after=after, **more)
-        return job, placeholders
+        return self.begin_list(asked, prompt_tokens=prompt_tokens, after=AFTER + self.v2, reasons={})
+
+    def _placeholders(self, made: InlineSet, asked: ListOptions) -> Tokens:
+        return () if self._drafting is None else self._drafting.of(made, asked)
 
     def lists(self, client: Any) -> Lists:
         """Return what runs the ranked lists of the server whose engine `client` talks to."""
@@ -174,13 +169,9 @@ class FrontEnd(FrontEndBase):
 
 
 def follow(client: Any) -> None:
-    """Let the front end of an AsyncLLM follow published sets, if it has item sets and its event loop runs."""
-    front = client.input_processor.static_front_end
-    if front is None or front.follower is not None:
-        return
-    try:
-        loop = asyncio.get_running_loop()
-    except RuntimeError:
+    """Let the front end of an AsyncLLM with item sets follow published ones. Call it on the event loop."""
+    front, loop = client.input_processor.static_front_end, asyncio.get_running_loop()
+    if front.follower is not None:
         return
 
     async def send_to_all(message: Any) -> list[Any]:
@@ -195,7 +186,7 @@ def follow(client: Any) -> None:
                 if client.errored:  # vLLM answers nothing of an engine that has ended
                     raise ItemSetError("the engine has ended") from None
 
-    _follow_by(front, send).start()
+    front.follow(send).start()
 
 
 def refresh(llm: Any, name: str | None = None) -> list[dict[str, Any]]:
@@ -204,12 +195,5 @@ def refresh(llm: Any, name: str | None = None) -> list[dict[str, Any]]:
     if front is None:
         raise ItemSetError("this engine has no item sets: start it with the structured-outputs backend static")
     core = llm.llm_engine.engine_core
-    follower: Follower = front.follower or _follow_by(front, lambda message: [compat.ask(core, ROLLOUT, message)])
+    follower: Follower = front.follower or front.follow(lambda message: [compat.ask(core, ROLLOUT, message)])
     return follower.refreshed(name)
-
-
-def _follow_by(front: Any, send: Send) -> Follower:
-    path = "device" if compat.on_device_path(front.vllm_config) else "host"
-    follower = Follower(front.checks, front.config, send, path=path, logger=logger)
-    front.follower = follower
-    return follower

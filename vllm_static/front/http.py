@@ -8,33 +8,23 @@ from itemset.serving.catalogue import RefusedError
 from itemset.serving.constraint import JSON, TAG
 from itemset.serving.front import http_bodies, lost_fields, request_fields
 from itemset.serving.front.lost_fields import constraints_of, disguised, holds_sets, refuse_loose_tools, refuse_lost
-from itemset.serving.front.request import ItemRequest, wants_draws, with_beams
-from itemset.serving.front.request_fields import (
-    BEAMS,
-    CHOICE,
-    DRAWS,
-    GUIDED,
-    REFERENCE,
-    SELECTION,
-    SLATE,
-    STRUCTURED,
-    XARGS,
-)
+from itemset.serving.front.request import DRAWING, ItemRequest, wants_draws, with_beams
+
+from itemset.serving.front.request_fields import (  # isort: skip
+    BEAMS, CHOICE, GUIDED, OF_ITEMS, OF_SET, REFERENCE, SELECTION, SLATE, STRUCTURED, XARGS,
+)  # fmt: skip
 from vllm_static import compat
 from vllm_static.front.front_end import follow
 from vllm_static.front.request import constraint_of, judge, put
 from vllm_static.metrics import PATH, refresh
 
-_OWN = (REFERENCE, GUIDED, *SELECTION, SLATE, request_fields.WEIGHT, request_fields.LOGPROBS)
-_DRAWING = ("/v1/completions", "/v1/chat/completions")
 _RENDER = "/render"  # the end of endpoints' names
-_EXTRA_ARGS = f"{request_fields.PARAMS}.extra_args"
 SURFACE = lost_fields.Surface(
-    served={path: {"": _OWN} for path in ("/v1/chat/completions/batch", "/v1/responses")}
-    | {path: {"": (*_OWN, DRAWS, request_fields.DRAW, request_fields.LIST_AFTER)} for path in _DRAWING},
+    served={path: {"": (*OF_SET, GUIDED)} for path in ("/v1/chat/completions/batch", "/v1/responses")}
+    | {path: {"": (*OF_SET, GUIDED, *OF_ITEMS)} for path in DRAWING},
     # What vLLM takes for its engine's parameters reaches the engine as it is.
-    elsewhere={XARGS: (REFERENCE, *SELECTION), _EXTRA_ARGS: (REFERENCE, *SELECTION, SLATE)},
-    mends=lost_fields.mends('structured_outputs: {"choice": [...]}', " or ".join(_DRAWING)),
+    elsewhere={XARGS: (REFERENCE, *SELECTION), "sampling_params.extra_args": (REFERENCE, *SELECTION, SLATE)},
+    mends=lost_fields.mends('structured_outputs: {"choice": [...]}', " or ".join(DRAWING)),
     inside="name a set in item_set, beside the other fields; state a schema in response_format or structured_outputs: "
     '{"json": ...} (/v1/responses: text.format), a grammar in structured_outputs: {"grammar": ...}',
 )
@@ -66,8 +56,7 @@ class ItemSetWords(http_bodies.BodyMiddleware):
                 given["response_format"] = disguised(stated)
             if isinstance(structured, dict) and TAG in structured and not body.path.endswith(_RENDER):
                 structured[TAG] = disguised(structured[TAG])
-            if wants_draws(given) and body.path in _DRAWING:
-                with_beams(given)
+            with_beams(given, body.path)
 
 
 def _take_choice(given: dict[str, Any]) -> None:
@@ -82,11 +71,8 @@ def _take_choice(given: dict[str, Any]) -> None:
         given[STRUCTURED] = choice
     named = any(one.get(REFERENCE) is not None for one in (given, *request_fields.objects(given.get(XARGS))))
     brings = lost_fields.chooses(given.get(STRUCTURED))
-    has_set = named or brings or given.get(SLATE) is not None
-    if wants_draws(given) and not has_set:
-        raise request_fields.wrong_type(f"{DRAWS} draws items of a set: name the set as {REFERENCE}", DRAWS)
     http_bodies.body().brings_choice = brings
-    if has_set:
+    if named or brings or given.get(SLATE) is not None:
         request_fields.refuse_tools(given)
 
 
@@ -186,8 +172,8 @@ def _judged(request: Any, *, k: int | None, draws: bool) -> ItemRequest | None:
     brings = structured is not None and structured.choice is not None
     if body.brings_choice and not brings:
         raise _lost_choice()
-    ours = (REFERENCE, *SELECTION, SLATE, request_fields.WEIGHT, request_fields.LOGPROBS, request_fields.LIST_AFTER)
-    if not brings and not any((place or {}).get(word) is not None for place in (fields, extra_args) for word in ours):
+    each, ours = (fields, extra_args or {}), (*OF_SET, *OF_ITEMS)
+    if not brings and not any(place.get(word) is not None for place in each for word in ours):
         return None
     judged = judge(extra_args, structured, fields, k=k, draws=draws)
     if fields.get("beam_width") is not None:

@@ -8,7 +8,7 @@ be, or leaves draws undecided, each round is a batch of ordinary requests that s
 
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from functools import partial
-from itertools import islice
+from itertools import groupby, islice
 from typing import Any
 
 import numpy as np
@@ -24,11 +24,11 @@ from itemset.serving.front.answer_fields import item_logprobs, told_of
 from itemset.serving.front.http_bodies import body, no_body
 from itemset.serving.front.list_runner import AbortedError, run_together
 from itemset.serving.front.request import THOUGHT, ItemRequest
-from itemset.serving.front.request_fields import OPTIONS, REFERENCE, wrong_type
+from itemset.serving.front.request_fields import LOGPROBS, OPTIONS, REFERENCE, wrong_type
 from vllm_static import compat
 from vllm_static.v1 import model_runner
 
-_OF_DRAW = {"exact", "weight", "accepted", "candidates"}
+_OF_DRAW, _OF_SEARCH = {"exact", "weight", "accepted", "candidates"}, {"proven", "passes", "rounds", "open"}
 ABORT = "abort"  # vLLM's word for why an answer ended
 _NEAR = 8  # tokens before an item that its text may depend on
 
@@ -82,11 +82,10 @@ class RankedList:
 
     def __init__(self, front_end: Any, asked: ItemRequest, prompt: list[int], end_token: int) -> None:
         """Raises RefusedError, or ItemSetError for an inline set's items."""
-        thought = asked.ended
-        self.table = thought and thought.table
-        begun = thought.jobs.pop() if thought is not None and thought.jobs else None
-        self.job, placeholders = begun or front_end.list_job(asked, end_token, prompt_tokens=len(prompt))
-        self.search, self.prompt, self.whole_prompt = self.job.search, prompt, [*prompt, *placeholders]
+        self.table = asked.ended and asked.ended.table
+        begun = asked.ended.jobs if asked.ended is not None else []
+        self.job = begun.pop() if begun else front_end.list_job(asked, prompt_tokens=len(prompt))
+        self.search, self.prompt, self.whole_prompt = self.job.search, prompt, [*prompt, *self.job.placeholders]
         self._adapters = front_end.vllm_config.lora_config is not None
         self._end, self._v2, self._logged = end_token, front_end.v2, bool(asked.weighed)
 
@@ -96,8 +95,7 @@ class RankedList:
         return TokenScores(self.job.item_set, items, self._end)
 
     def outputs(self, items: Iterable[tuple[Any, Any, str]], logs: TokenScores) -> list[CompletionOutput]:
-        """Return an output of each item, with what an answer says of it, and its text. logs: their tokens' scores,
-        taken."""
+        """Return an output of each item, with what an answer says of it and its text. logs: their tokens' scores."""
         outputs = []
         for i, (item, entry, text) in enumerate(items):
             tokens, reason = [*item.tokens, self._end], {"finish_reason": "stop"}
@@ -158,48 +156,41 @@ class RankedList:
 
 
 def offline(
-    llm: Any, inputs: Sequence[Any], asked: ItemRequest, params: Any, lora_requests: Sequence[Any], priorities:
-    Sequence[int] | None = None,
-) -> list[Any]:  # fmt: skip
-    """`LLM.beam_search` of prompts that vLLM has tokenized, all of them together."""
+    llm: Any, inputs: Sequence[Any], asked: ItemRequest, params: Any, loras: Sequence[Any], priorities: Any
+) -> list[Any]:
+    """`LLM.beam_search` of prompts that vLLM has tokenized. The others as for `candidates`."""
     from vllm.entrypoints.generate.beam_search.utils import BeamSearchOutput, BeamSearchSequence
 
-    tokenizer = llm.get_tokenizer()
-    end_token, front_end = tokenizer.eos_token_id, llm.llm_engine.input_processor.static_front_end
-    asked = front_end.pinned(asked)  # all lists are of one version
-    lists = [RankedList(front_end, asked, list(one["prompt_token_ids"]), end_token) for one in inputs]
-    results, logs = _results(llm, front_end, lists, lora_requests, priorities)
-    # All that is written out goes through the tokenizer and the set together.
-    after = [[[*item.tokens, end_token] for item in best.items] for best in results]
-    texts = _texts(tokenizer, [one.prompt for one in lists], after, skip_special_tokens=params.skip_special_tokens)
-    items = iter(_decoded(tokenizer, [item.tokens for one in results for item in one.items], skip_special_tokens=False))
-    entries = described(results, lists[0].job.item_set, lists[0].job.of_set) if lists else []
-    outputs = []
-    for i, best in enumerate(results):
+    pinned = llm.llm_engine.input_processor.static_front_end.pinned(asked)  # all lists are of one version
+    made = candidates(llm, inputs, [pinned] * len(inputs), loras, priorities)
+    texts = _texts(llm.get_tokenizer(), made, skip_special_tokens=params.skip_special_tokens)
+    results = []
+    for prompt, lora, answer, whole in zip(inputs, loras, made, texts, strict=True):
         sequences: list[Any] = []
-        for item, tokens, text, entry in zip(best.items, after[i], texts[i], entries[i], strict=True):
+        for output, text in zip(answer.outputs, whole, strict=True):
             sequence = BeamSearchSequence(
-                inputs[i],
-                tokens=lists[i].prompt + tokens,
+                prompt,
+                tokens=[*prompt["prompt_token_ids"], *output.token_ids],
                 logprobs=[],
-                lora_request=lora_requests[i],
-                cum_logprob=item.score,
+                lora_request=lora,
+                cum_logprob=output.cumulative_logprob,
                 text=text,
-                finish_reason="stop",
-                stop_reason=end_token,
+                finish_reason=output.finish_reason,
+                stop_reason=output.stop_reason,
             )
+            entry = output.item
             for name in ("key", "keys", *(_OF_DRAW & entry.keys())):
                 setattr(sequence, name, entry[name])
-            sequence.item_text = next(items)  # without the prompt and the end token
+            sequence.item_text = output.text  # without the prompt and the end token
             sequence.item_set_version = entry.get("item_set_version")
-            if logs[i].items:
-                sequence.item_logprobs = item_logprobs(*logs[i].items[len(sequences)])
+            if hasattr(output, LOGPROBS):
+                sequence.item_logprobs = output.item_logprobs
             sequences.append(sequence)
-        output = BeamSearchOutput(sequences=sequences)
-        for name, value in best.took.items():
-            setattr(output, name, value)
-        outputs.append(output)
-    return outputs
+        result = BeamSearchOutput(sequences=sequences)
+        for name in _OF_SEARCH & answer.outputs[0].item.keys():
+            setattr(result, name, answer.outputs[0].item[name])
+        results.append(result)
+    return results
 
 
 def with_lists(llm: Any, results: list[Any]) -> list[Any]:
@@ -208,21 +199,20 @@ def with_lists(llm: Any, results: list[Any]) -> list[Any]:
     each = [(one, output) for one, output in each if hasattr(output, THOUGHT)]
     asked = [vars(output).pop(THOUGHT) for _, output in each]
     inputs = [{"prompt_token_ids": [*one.prompt_token_ids, *output.token_ids]} for one, output in each]
-    options = {"loras": [one.lora_request for one, _ in each], "priorities": None}
-    made = candidates(llm, inputs, asked, [one.ended.params for one in asked], **options) if each else []
+    loras = [one.lora_request for one, _ in each]
+    made = candidates(llm, inputs, asked, loras, None) if each else []
     for (_, output), one in zip(each, made, strict=True):
         output.items = _as_items(one)
     return results
 
 
 async def with_list(client: Any, result: RequestOutput, told: dict[int, dict[str, Any]], **options: Any) -> None:
-    """Make the lists after those of a result's thoughts that have ended; `told` has their items then. options: of
-    requests."""
+    """Make the lists after a result's ended thoughts: `told` gets their items. options: of requests."""
     for output in result.outputs:
         if (asked := told.get(output.index, {}).get(THOUGHT)) is not None:
             vars(output).pop(THOUGHT, None)
             prompt = {"prompt_token_ids": [*(result.prompt_token_ids or ()), *asked.ended.tokens]}
-            async for made in online(asked, client, prompt, result.request_id, asked.ended.params, **options):
+            async for made in online(asked, client, prompt, result.request_id, **options):
                 told[output.index] = {"items": _as_items(made)}
 
 
@@ -233,21 +223,26 @@ def _as_items(made: RequestOutput) -> list[dict[str, Any]] | None:
 
 
 def candidates(
-    llm: Any, inputs: Sequence[Any], asked: Sequence[ItemRequest], params: Sequence[SamplingParams], **options: Any
-) -> list[RequestOutput]:
-    """Return what `LLM.generate` answers to requests for lists or draws. options: of `_results`."""
+    llm: Any, inputs: Sequence[Any], asked: Sequence[ItemRequest], loras: Sequence[Any],
+    priorities: Sequence[int] | None,
+) -> list[RequestOutput]:  # fmt: skip
+    """Return what `LLM.generate` answers to requests for lists or draws, of prompts that vLLM has tokenized."""
     tokenizer, front_end = llm.get_tokenizer(), llm.llm_engine.input_processor.static_front_end
-    pinned = [front_end.pinned(one) for one in asked]
+    pinned, end_token = [front_end.pinned(one) for one in asked], tokenizer.eos_token_id
     prompts = [list(one["prompt_token_ids"]) for one in inputs]
-    end_token = tokenizer.eos_token_id
     given = zip(pinned, prompts, strict=True)
     lists = [RankedList(front_end, request, prompt, end_token) for request, prompt in given]
+    made, logs = _results(llm, front_end, lists, loras, priorities)
+    # All that is written out goes through the tokenizer together, and through its set.
+    entries = list[list[dict[str, Any]]]()
+    for _, group in groupby(zip(lists, made, strict=True), key=lambda pair: id(pair[0].job.item_set)):
+        alike, found = zip(*group, strict=True)
+        entries += described(found, alike[0].job.item_set, alike[0].job.of_set)
+    texts = iter(_decoded(tokenizer, [item.tokens for one in made for item in one.items], skip_special_tokens=False))
     outputs = []
-    for i, (best, logs) in enumerate(zip(*_results(llm, front_end, lists, **options), strict=True)):
-        (entries,) = described([best], lists[i].job.item_set, lists[i].job.of_set)
-        texts = _decoded(tokenizer, [item.tokens for item in best.items], skip_special_tokens=False)
-        made = lists[i].outputs(zip(best.items, entries, texts, strict=True), logs)
-        outputs.append(_output(str(next(llm.request_counter)), inputs[i], made))
+    for i, best in enumerate(made):
+        items = zip(best.items, entries[i], islice(texts, len(best.items)), strict=True)
+        outputs.append(_output(str(next(llm.request_counter)), inputs[i], lists[i].outputs(items, logs[i])))
     return outputs
 
 
@@ -256,23 +251,21 @@ def _output(request_id: str, prompt: Any, outputs: list[CompletionOutput]) -> Re
     return RequestOutput(request_id, prompt.get("prompt"), tokens, None, outputs, finished=True)
 
 
-def _texts(
-    tokenizer: Any, prompts: Sequence[list[int]], continuations: Sequence[list[list[int]]], **options: Any
-) -> list[list[str]]:
-    """Return the text of each prompt with each of its continuations. A prompt is decoded once, but for its last tokens,
-    on which the text that follows may depend. options: of `decode`."""
+def _texts(tokenizer: Any, made: Sequence[RequestOutput], **options: Any) -> list[list[str]]:
+    """Return the text of each prompt with each of its items. A prompt is decoded once, but for its last tokens, on
+    which the text that follows may depend. options: of `decode`."""
     befores, rows = [], list[list[int]]()
-    for prompt, after in zip(prompts, continuations, strict=True):
+    for one in made:
+        prompt: Any = one.prompt_token_ids
         near = prompt[-_NEAR:]
         whole, end = tokenizer.decode(prompt, **options), tokenizer.decode(near, **options)
         if not whole.endswith(end):  # these tokens begin inside a character
             near, end = prompt, whole
         befores.append(whole[: len(whole) - len(end)])
-        rows += [near + tokens for tokens in after]
+        rows += [[*near, *output.token_ids] for output in one.outputs]
     texts = iter(_decoded(tokenizer, rows, **options))
     return [
-        [before + text for text in islice(texts, len(after))]
-        for before, after in zip(befores, continuations, strict=True)
+        [before + text for text in islice(texts, len(one.outputs))] for before, one in zip(befores, made, strict=True)
     ]
 
 
@@ -332,7 +325,7 @@ def _results(
 
 
 async def online(
-    asked: ItemRequest, client: Any, prompt: Any, request_id: str, params: Any, **options: Any
+    asked: ItemRequest, client: Any, prompt: Any, request_id: str, **options: Any
 ) -> AsyncGenerator[RequestOutput, None]:
     """Yield the beam search of vLLM's server, and candidates of `AsyncLLM.generate`. options: of requests.
 

@@ -96,36 +96,34 @@ def _generate(
     from vllm_static.front.request import asked
 
     options = {"lora_request": lora_request, "trace_headers": trace_headers, "session_id": session_id}
-    if _wants_candidates(sampling_params):
+    if wants_candidates(getattr(sampling_params, "extra_args", None)):
         return _candidates(self, prompt, sampling_params, request_id, priority=priority, **options)
     with refusals(sampling_params):
         params = http.with_item_set(sampling_params)
-        if asked(params) is None:
+        if (item_request := asked(params)) is None:
             return original(sampling_params=params)
-    return _prepared(original, self, copy.copy(params), answers.place(), priority=priority, **options)
+    return _prepared(original, self, item_request, copy.copy(params), answers.noting(), priority=priority, **options)
 
 
 async def _prepared(
-    original: Callable[..., Any], client: Any, params: Any, place: answers.Place, **options: Any
+    original: Callable[..., Any], client: Any, item_request: Any, params: Any, note: Callable[..., Any], **options: Any
 ) -> Any:
     """Return the answers of a request, whose set or constraint is made first: for a large inline set it takes seconds.
     options: of the request, for a list after its thought."""
     from vllm_static.front import list_requests
     from vllm_static.front.front_end import follow
-    from vllm_static.front.request import asked, put
+    from vllm_static.front.request import put
 
     follow(client)  # without a server nobody has begun to
-    front_end = client.input_processor.static_front_end
     with refusals(params):
-        if (item_request := asked(params)) is not None:
-            params = put(params, await front_end.prepare(item_request))
+        params = put(params, await client.input_processor.static_front_end.prepare(item_request))
     told: dict[int, Any] = {}
     setattr(params, answers.TOLD, told)
     async with aclosing(original(sampling_params=params)) as results:
         async for result in results:
             with refusals(params):
                 await list_requests.with_list(client, result, told, **options)
-            yield answers.noted(result, place, told)
+            yield note(result, told)
 
 
 async def _candidates(
@@ -143,12 +141,8 @@ async def _candidates(
         if not (isinstance(prompt, dict) and "prompt_token_ids" in prompt):
             parsed = parse_model_prompt(client.model_config, prompt)
             (prompt,) = await client.renderer.render_cmpl_async([parsed])
-        async for output in list_requests.online(request, client, prompt, request_id, params, **options):
+        async for output in list_requests.online(request, client, prompt, request_id, **options):
             yield output
-
-
-def _wants_candidates(params: Any) -> bool:
-    return wants_candidates(getattr(params, "extra_args", None))
 
 
 @hook("vllm.entrypoints.llm:LLM.generate", why="lists and draws, each item an output", when=IMPORTED)
@@ -159,7 +153,8 @@ def _generate_offline(
     """SamplingParams(n=16, extra_args={"item_set": "films", "list": True}), or "draws": True. Samples of other prompts
     of the same call are made by vLLM, after them."""
     given = sampling_params if isinstance(sampling_params, list | tuple) else [sampling_params]
-    if self.llm_engine.input_processor.static_front_end is None or not any(map(_wants_candidates, given)):
+    wanted = any(wants_candidates(getattr(one, "extra_args", None)) for one in given)
+    if self.llm_engine.input_processor.static_front_end is None or not wanted:
         return original()
     from vllm_static.front import list_requests
     from vllm_static.front.request import asked_of_generate
@@ -177,8 +172,8 @@ def _generate_offline(
         asked = [asked_of_generate(one) for one in each]
         ours = [i for i, one in enumerate(asked) if one is not None]
         inputs = self._preprocess_cmpl(of(prompts, ours), tokenization_kwargs)
-        options = {"loras": of(loras, ours), "priorities": None if priority is None else of(priorities, ours)}
-        found = list_requests.candidates(self, inputs, of(asked, ours), of(each, ours), **options)
+        chosen = None if priority is None else of(priorities, ours)
+        found = list_requests.candidates(self, inputs, of(asked, ours), of(loras, ours), chosen)
     outputs = dict(zip(ours, found, strict=True))
     if others := [i for i in range(len(prompts)) if i not in outputs]:
         more: dict[str, Any] = {"lora_request": of(loras, others)} if lora_request is not None else {}
@@ -251,16 +246,14 @@ def _beam_search_online(
             if (item_request := asked(params)) is not None:
                 options = {"trace_headers": trace_headers, "session_id": session_id, "priority": priority}
                 options["lora_request"] = lora_request
-                way = partial(
-                    list_requests.online, item_request, self.engine_client, prompt, request_id, params, **options
-                )
-    return _refused_late(way, params, answers.place())
+                way = partial(list_requests.online, item_request, self.engine_client, prompt, request_id, **options)
+    return _refused_late(way, params, answers.noting())
 
 
-async def _refused_late(way: Callable[..., Any], params: Any, place: answers.Place) -> AsyncGenerator[Any, None]:
+async def _refused_late(way: Callable[..., Any], params: Any, note: Callable[..., Any]) -> AsyncGenerator[Any, None]:
     with refusals(params):
         async for result in way():
-            yield answers.noted(result, place)
+            yield note(result)
 
 
 @hook("starlette.requests:Request.json", when=IMPORTED, always=True)
@@ -268,4 +261,4 @@ def _parse_body(original: Callable[..., Any], self: Any) -> Any:
     """An HTTP body is judged as soon as it is parsed, before anything is dropped, where our middleware asks for it."""
     from itemset.serving.front import http_bodies
 
-    return http_bodies.judged(original, self)
+    return http_bodies.judged(hook, original, self)

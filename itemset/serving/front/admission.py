@@ -43,10 +43,7 @@ class Checks:
                 self.catalogue.drop(opened.name)
 
     def open(self, name: str, version: str, path: Path) -> Opened:
-        """Open and check a version of a followed set, which no request gets yet. It may take seconds.
-
-        Raises ItemSetError as the start does.
-        """
+        """Open and check a followed set's version, which may take seconds. Raises ItemSetError as the start does."""
         opened = self.catalogue.open(name, version, path)
         self._check(opened)
         return opened
@@ -100,17 +97,14 @@ class Checks:
         if asked.choice is not None:
             return self._inline.get(asked.choice, asked.escape)
         reference = self.catalogue.reference(asked.item_set or "")
-        return self._selections.get(asked, reference) if asked.chooses else self.catalogue.made(reference)
+        return self._selections.get(asked.selection, reference) if asked.chooses else self.catalogue.made(reference)
 
     async def prepare(self, asked: ItemRequest) -> InlineSet:
-        """Do `made` beside the event loop, of which it takes a millisecond.
-
-        Encoding stops if this is cancelled and no other request waits for it.
-        """
-        if asked.made is None and asked.choice is not None:
+        """Do `made` beside the event loop, of which it takes a millisecond. Encoding stops if nobody waits for it."""
+        if asked.choice is not None:
             return await self._inline.prepare(asked.choice, asked.escape)
         if asked.chooses:
-            return await self._selections.prepare(asked, self.catalogue.reference(asked.item_set or ""))
+            return await self._selections.prepare(asked.selection, self.catalogue.reference(asked.item_set or ""))
         return self.made(asked)
 
     def request(

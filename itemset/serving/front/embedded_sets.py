@@ -5,7 +5,7 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -60,10 +60,7 @@ class Constraints:
         self._unsafe: NDArray[np.bool_] | None = None
 
     def get(self, kind: str, spec: Any) -> Constraint | None:
-        """Return the constraint, None if no item set stands in it. Waits for all of it.
-
-        Raises RefusedError for what cannot hold, and as `Checks.made` does.
-        """
+        """Return the constraint, None if no set stands in it. Raises RefusedError for what cannot hold, or be made."""
         if not may_hold(kind, spec) or (marked := self._mark(kind, spec)) is None:
             return None
         return self._assembled(kind, marked, [self._checks.made(self._asked(place)) for place in marked.holes])
@@ -123,7 +120,7 @@ class Constraints:
 
     def _asked(self, place: Place) -> ItemRequest:
         if isinstance(place.named, str):
-            return ItemRequest(place.named, **place.selection)
+            return ItemRequest(place.named, selection=place.selection)
         escape: Escape = "json" if place.quoted else "text"
         return ItemRequest(choice=list(place.named), escape=escape)
 
@@ -145,11 +142,6 @@ class Constraints:
         except RuntimeError as error:  # what the engine would find, too late to refuse the request
             raise RefusedError("item set inside", f"the constraint cannot be used: {error}") from error
         return Constraint(kind, grammar, holes, compiled)
-
-    def check(self, constraint: Constraint, *, prompt_tokens: int, stop_tokens: Collection[int]) -> None:
-        """Raises RefusedError where a set and the rest of the request leave no way to end an item."""
-        for made in constraint.sets:
-            self._checks.request(made, prompt_tokens=prompt_tokens, min_tokens=0, stop_tokens=stop_tokens)
 
     def _check_texts(self, place: Place, item_set: ItemSet) -> None:
         """Raises RefusedError for a set whose texts must be escaped otherwise where it stands."""

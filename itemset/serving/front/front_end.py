@@ -2,6 +2,7 @@
 its answers are read with."""
 
 import copy
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
@@ -11,7 +12,7 @@ from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
 from itemset.ranking.search import Rounds
 from itemset.serving import metrics
-from itemset.serving.catalogue import RefusedError
+from itemset.serving.catalogue import InlineSet, RefusedError
 from itemset.serving.config import ModelLimits, StaticConfig, Words
 from itemset.serving.constraint import Constraint
 from itemset.serving.front.admission import Checks
@@ -19,8 +20,8 @@ from itemset.serving.front.answer_fields import Expected, ExpectedItems
 from itemset.serving.front.embedded_sets import Constraints
 from itemset.serving.front.list_runner import OneRequest, search_for
 from itemset.serving.front.request import ItemRequest
-from itemset.serving.front.request_fields import LIST_AFTER, wrong_type
-from itemset.serving.front.version_watcher import Follower
+from itemset.serving.front.request_fields import LIST_AFTER, ListOptions, wrong_type
+from itemset.serving.front.version_watcher import Follower, Send
 from itemset.serving.wire import INLINE, EngineRequest, HolesSpec, Tokens
 from itemset.text import encode
 
@@ -29,23 +30,27 @@ class ListJob(NamedTuple):
     """A ranked list, or the draws of one prompt, that is to be made.
 
     of_set: what its answer says of the set. carried: what the request carries by which the engine makes it; None if
-    rounds of requests must.
+    rounds of requests must. placeholders: token ids after the prompt if a draft head makes it.
     """
 
     item_set: ItemSet
     search: Rounds
     of_set: Mapping[str, str]
     carried: EngineRequest | None
+    placeholders: Tokens
 
 
 class FrontEndBase:
     """One of each process that takes requests. Safe for threads.
 
-    follower: follows the published sets among the registered ones, once the engine can be asked. words: the engine's.
+    follower: follows the published sets among the registered ones, once the engine can be asked. words, log: the
+    engine's. host_path: whether masks are made on the host.
     """
 
     follower: Follower | None = None
     words: ClassVar[Words]
+    log: ClassVar[logging.Logger]
+    host_path: bool
 
     def __init__(
         self, config: StaticConfig, tokenizer: Any, limits: ModelLimits, vocabulary: Callable[[], Vocabulary],
@@ -63,6 +68,12 @@ class FrontEndBase:
     @staticmethod
     def validate(kind: str, spec: str) -> None:
         """Raises what it likes for a constraint that the engine itself refuses, see `Constraints`."""
+
+    def follow(self, send: Send) -> Follower:
+        """Return what follows the published sets from now on, once it is started. send: reaches the engines."""
+        path = "host" if self.host_path else "device"
+        self.follower = Follower(self.checks, self.config, send, path=path, logger=self.log)
+        return self.follower
 
     def pinned(self, asked: ItemRequest) -> ItemRequest | None:
         """Return the request with its set or constraint, whatever version is served later; None if no set stands in it.
@@ -114,51 +125,48 @@ class FrontEndBase:
 
         Raises RefusedError where a set and the other parameters leave no way to end an item.
         """
-        grammar = asked.made
-        if isinstance(grammar, Constraint):
-            sets = grammar.sets
-            self.constraints.check(grammar, prompt_tokens=prompt_tokens, stop_tokens=stop_tokens)
-            carried = EngineRequest(holes=HolesSpec(grammar.spec(), [one.ref for one in sets]))
-        else:
-            (made,) = sets = [self.checks.made(asked)]
-            self.checks.request(made, prompt_tokens=prompt_tokens, min_tokens=min_tokens, stop_tokens=stop_tokens)
-            carried = EngineRequest(made.ref, weighed=asked.weighed)
+        grammar = asked.made if isinstance(asked.made, Constraint) else None
+        sets = [self.checks.made(asked)] if grammar is None else grammar.sets
+        least = min_tokens if grammar is None else 0
+        for one in sets:
+            self.checks.request(one, prompt_tokens=prompt_tokens, min_tokens=least, stop_tokens=stop_tokens)
         for one in sets:
             metrics.REQUESTS.labels(metrics.label(one.reference)).inc()
-        return carried
+        if grammar is None:
+            return EngineRequest(sets[0].ref, weighed=asked.weighed)
+        return EngineRequest(holes=HolesSpec(grammar.spec(), [one.ref for one in sets]))
 
-    def with_beams(self, asked: ItemRequest) -> ItemRequest:
-        """Give a list its beams, as many as usual if it does not say how many. Raises RefusedError as `Checks.made`."""
-        if asked.ranked is None:
-            return asked
-        made = self.checks.made(asked)
-        most = min(self.config.ranked_list_limit, self.one_request.usual_beams(made.reference))
-        return replace(asked, ranked=asked.ranked.with_beams(len(made.item_set), most))
+    def _placeholders(self, made: InlineSet, asked: ListOptions) -> Tokens:
+        """Return those of a `ListJob`. Raises RefusedError if the draft head has no room."""
+        return ()
 
-    def begin_list(
-        self, asked: ItemRequest, end_token: int, *, prompt_tokens: int, after: int, **options: Any
-    ) -> ListJob:
+    def begin_list(self, asked: ItemRequest, *, prompt_tokens: int, after: int, reasons: Mapping[str, bool]) -> ListJob:
         """Begin a request's ranked list or draws. Counts it.
 
-        after: context tokens that must stay free after an item. options: of `OneRequest.spec`. Raises RefusedError if
+        after: context tokens that must stay free after an item. reasons: see `OneRequest.spec`. Raises RefusedError if
         the list may not be so long, or an item has no room in the context, and as `Checks.made` does.
         """
-        asked = self.with_beams(asked)
-        made, choices = self.checks.made(asked), asked.ranked or asked.drawn
-        assert choices is not None
+        made, placeholders, options = self.checks.made(asked), Tokens(), asked.several
+        end_token = self._tokenizer.eos_token_id
+        assert options is not None
+        if isinstance(options, ListOptions):
+            most = min(self.config.ranked_list_limit, self.one_request.usual_beams(made.reference))
+            options = options.with_beams(len(made.item_set), most)
+            placeholders = self._placeholders(made, options)
+        after += len(placeholders)
         self.checks.request(made, prompt_tokens=prompt_tokens, min_tokens=0, stop_tokens=[end_token], after=after)
         item_set = made.item_set
-        search = search_for(item_set, choices, end_token=end_token, config=self.config, words=self.words)
+        search = search_for(item_set, options, end_token=end_token, config=self.config, words=self.words)
         metrics.REQUESTS.labels(metrics.label(asked.item_set or INLINE)).inc()
-        spec = self.one_request.spec(asked, made.reference, search, end_token, **options)
+        more: dict[str, Any] = {"placeholders": len(placeholders), "reasons": reasons}
+        spec = self.one_request.spec(options, made.reference, search, end_token, **more)
         carried = None if spec is None else EngineRequest(made.ref, spec)
-        return ListJob(item_set, search, self.checks.catalogue.version_fields(made.reference), carried)
+        return ListJob(item_set, search, self.checks.catalogue.version_fields(made.reference), carried, placeholders)
 
     def expected(
         self, asked: ItemRequest, stop_tokens: frozenset[int], content: Callable[[Sequence[int]], Sequence[int]] | None
     ) -> Expected | ExpectedItems:
-        """Return what names the items of the answers to a `pinned` request. content: takes off reasoning, see
-        `Expected`."""
+        """Return what names the items of the answers to a `pinned` request. content: see `Expected`."""
         catalogue = self.checks.catalogue
         if isinstance(asked.made, Constraint):
             return ExpectedItems(asked.made, self.constraints.vocabulary.get(), catalogue, stop_tokens, content)

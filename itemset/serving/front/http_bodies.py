@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from itemset.errors import ItemSetError
+from itemset.serving.hooks import Hooks
 
 if TYPE_CHECKING:  # it imports metrics, which have to wait until the engine has started
     from itemset.serving.front.version_watcher import Follower
@@ -138,19 +139,21 @@ async def while_connected(work: Awaitable[Result], request: Any) -> Result:
         task.cancel()
 
 
-async def judged(parse: Callable[[], Awaitable[Any]], request: Any) -> Any:
-    """Around `Request.json`, which parses a body, once a request. Raises HTTPException 400 for what is refused: the one
-    error that FastAPI lets through here. Counts it."""
+def judged(hook: Hooks, parse: Callable[[], Awaitable[Any]], request: Any) -> Awaitable[Any]:
+    """Around `Request.json`, which parses a body, once a request."""
     middleware: BodyMiddleware | None = request.scope.get(_MIDDLEWARE)
-    if middleware is None or hasattr(request, "_json"):
-        return await parse()
+    return parse() if middleware is None or hasattr(request, "_json") else _checked(hook, middleware, parse, request)
+
+
+async def _checked(hook: Hooks, middleware: BodyMiddleware, parse: Callable[[], Awaitable[Any]], request: Any) -> Any:
+    """Return the parsed body. Raises HTTPException 400, the one error that FastAPI lets through here, and counts it."""
     from fastapi import HTTPException
 
     from itemset.serving.metrics import refusals
 
     try:
         given = await parse()
-        with refusals():
+        with hook.spared("starlette.requests:Request.json"), refusals():
             middleware.check(request.scope, given)
             await middleware.make(request, given)
     except RecursionError as error:  # not every endpoint expects it of its parser
@@ -161,8 +164,7 @@ async def judged(parse: Callable[[], Awaitable[Any]], request: Any) -> Any:
 
 
 class _Answer:
-    """Sends the answer to a request, with what each choice says of items. Of an answer without items it reads
-    nothing."""
+    """Sends the answer to a request, with what each choice says of items. Without these it reads nothing of it."""
 
     def __init__(self, send: Callable[[Any], Awaitable[None]], given: Body) -> None:
         self._send, self._body = send, given

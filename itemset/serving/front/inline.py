@@ -21,7 +21,6 @@ from itemset.select.filters import check_size, digits
 from itemset.select.views import View, view, view_from_bytes
 from itemset.serving.catalogue import OVERHEAD, Catalogue, InlineSet, RefusedError
 from itemset.serving.config import ModelLimits, StaticConfig, Words
-from itemset.serving.front.request import ItemRequest
 from itemset.serving.front.request_fields import EXCLUDE, FILTER, ONLY
 from itemset.serving.wire import INLINE, part_reference
 from itemset.text import BATCH, Escape, encode, named
@@ -151,10 +150,7 @@ class InlineTexts:
             raise
 
     async def prepare(self, choice: Any, escape: Escape | None = None) -> InlineSet:
-        """Do `get` beside an event loop, of which it takes about a millisecond: another thread reads a large list.
-
-        If it is cancelled, and nobody else waits for an equal list, encoding stops.
-        """
+        """Do `get` beside an event loop: another thread reads a large list. Encoding stops if nobody waits for it."""
         texts = self._copied(choice)
         if len(texts) <= FEW_TEXTS and sum(len(text) for text in texts if type(text) is str) <= FEW_CHARACTERS:
             key = self._read(texts, escape)
@@ -265,30 +261,28 @@ class Chosen:
         self._catalogue, self._limit, self._words = catalogue, config.item_key_limit, words
         self._threads = ThreadPoolExecutor(_FILTERS, "item-filters")
 
-    async def prepare(self, asked: ItemRequest, of: str) -> InlineSet:
+    async def prepare(self, selection: Mapping[str, Any], of: str) -> InlineSet:
         """Do `get` beside the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self.get, asked, of)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self.get, selection, of)
 
-    def get(self, asked: ItemRequest, of: str) -> InlineSet:
-        """Return what is left of the registered set that the request names.
+    def get(self, selection: Mapping[str, Any], of: str) -> InlineSet:
+        """Return what a request's selection leaves of a registered set.
 
-        of: the set's reference. Raises RefusedError, which names the field: a list over the limit, and as `views.view`
-        does.
+        of: the set's reference. Raises RefusedError with the field: a list over the limit, and as `views.view` does.
         """
-        given = ((EXCLUDE, asked.exclude_keys), (ONLY, asked.only_keys))
-        lists = {word: keys for word, keys in given if keys is not None}
+        lists = {word: selection[word] for word in (EXCLUDE, ONLY) if word in selection}
         for word, keys in lists.items():
             self._check_size(word, keys)
         whole = self._catalogue.made(of)
-        if asked.item_filter is not None:
-            whole = self._filtered(asked.item_filter, whole)
+        if FILTER in selection:
+            whole = self._filtered(selection[FILTER], whole)
         reference = _reference(lists, whole.reference)
         if kept := self._catalogue.inline(reference) if lists else whole:
             return kept
         seen = whole.item_set
         for word, keys in lists.items():
             with _naming(word):
-                seen = view(seen, **{word: keys})  # type: ignore[arg-type]
+                seen = view(seen, **{word: keys})
         if seen is whole.item_set:  # exclusions that the set has not
             return whole
         index = seen.to_bytes()
@@ -328,8 +322,7 @@ class Chosen:
 
 
 def _reference(asked: Mapping[str, Any], of: str) -> str:
-    """Return the reference of a part, by what was asked for: what is left has a digest too, but of its items, and not
-    of the keys that pass."""
+    """Return the reference of a part, by what was asked for: its own digest is of items, not of the keys that pass."""
     text = "\n".join(word + _text(word, value) for word, value in asked.items())
     return part_reference(hashlib.blake2b(text.encode(), digest_size=16).hexdigest(), of)
 

@@ -8,7 +8,6 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
@@ -21,8 +20,7 @@ from itemset.ranking.search import Found, Item, Rounds, Search, Width, described
 from itemset.serving import metrics
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import StaticConfig, Words
-from itemset.serving.front.request import ItemRequest
-from itemset.serving.front.request_fields import APPROXIMATE, DRAWS, IMPORTANCE, REPLACE, DrawOptions, ListOptions
+from itemset.serving.front.request_fields import APPROXIMATE, DRAWS, IMPORTANCE, OF_EXACT, DrawOptions, ListOptions
 from itemset.serving.wire import EngineRequest, ListResult, ListSpec, NoList
 
 FEW = 32  # of the engine's seats, the part that lists may have whatever the others have, if the engine is quick
@@ -49,7 +47,7 @@ def search_for(
         reason, sizes = "draws", [(options.n, f"request for {options.n:,} draws", DRAWS)]
         sizes.append((width, f"round of {width:,} passes", "width"))
     else:
-        sizes = [(options.k, f"ranked list of {options.k:,}", "n"), (width, f"beam of width {width:,}", "width")]
+        sizes = [(options.n, f"ranked list of {options.n:,}", "n"), (width, f"beam of width {width:,}", "width")]
     for size, what, param in sizes:
         if size > limit:
             message = f"a {what} is longer than this engine's limit of {limit:,}: ask for fewer items, or raise "
@@ -59,13 +57,13 @@ def search_for(
         raise RefusedError(reason, message + words.option("ranked_list_passes"), "max_passes")
     most, given = max(1, most), msgspec.structs.asdict(options)
     if isinstance(options, ListOptions):
-        del given["without_end"]
-        return Search(item_set, end_token=options.scored_end(end_token), proof_passes=most, **given)
+        scored_end = None if given.pop("without_end") else end_token
+        return Search(item_set, given.pop("n"), end_token=scored_end, proof_passes=most, **given)
     n, passes = options.n, options.max_passes or most
     if options.draw == IMPORTANCE:
         common: dict[str, Any] = {"end_token": end_token, "seed": options.seed, "max_passes": passes}
         return Importance(item_set, n, candidates=options.candidates or 1, **common)
-    exact = {name: given[name] for name in (REPLACE, APPROXIMATE, "seed", "temperature", "width")}
+    exact = {name: given[name] for name in ("seed", *OF_EXACT)}
     return Drawing(item_set, n, end_token=end_token, max_passes=passes, **exact)
 
 
@@ -111,8 +109,7 @@ class OneRequest:
     def __init__(
         self, warn: Callable[[str, str], None], *, beams: int, widest: int | None, too_many: str, always: str = ""
     ) -> None:
-        """warn: of a logger. too_many: the metrics' label of draws with more beams. always: why rounds make all lists;
-        that is known, and logged, already."""
+        """warn: of a logger. too_many: the label of draws with more beams. always: why rounds make all lists."""
         self.beams, self.widest, self._too_many, self.always = beams, widest, too_many, always
         self._warn, self._of = lru_cache(_KEPT)(warn), dict[tuple[str, Width], str]()
         self._room = dict[str, int]()  # of sets for whose lists as many beams as usual were too many
@@ -141,22 +138,26 @@ class OneRequest:
         self._warn("A ranked list takes rounds of requests: %s", detail or reason)
 
     def spec(
-        self, asked: ItemRequest, reference: str, search: Any, end_token: int, *,
-        reasons: Mapping[str, bool] = MappingProxyType({}),
+        self, options: ListOptions | DrawOptions, reference: str, search: Any, end_token: int, *, placeholders: int,
+        reasons: Mapping[str, bool],
     ) -> ListSpec | None:  # fmt: skip
         """Return the list, or the draws, that the engine may try to make; None if rounds must.
 
-        reference: of its set. search: what `Checks.ranked` gave. reasons: why the engine may not, if they hold.
+        reference: of its set. search: what `search_for` gave. placeholders: tokens after the prompt if a draft head
+        makes the list, which nothing then prevents. reasons: why the engine may not, if they hold.
         """
-        if (options := asked.ranked) is not None:
-            spec = ListSpec(options.k, options.beam, end_token, options.without_end, options.renormalised)
+        if isinstance(options, ListOptions):
+            scores = options.without_end, options.renormalised
+            spec = ListSpec(options.n, options.beam, end_token, *scores, placeholders=placeholders)
+            if placeholders:
+                return spec
             more = {"exact": options.exact, "max_passes": options.max_passes is not None}
             more["wider than ranked_list_beams"] = self.widest is not None and spec.beams > self.widest
-        elif isinstance(search, Drawing) and asked.drawn is not None:
+        elif isinstance(search, Drawing):
             keys, k = search.races
-            width = asked.drawn.race_width(len(keys), k, self.beams)
-            spec = ListSpec(k, width or 1, end_token, races=tuple(keys), temperature=asked.drawn.temperature)
-            more = {"max_passes": asked.drawn.max_passes is not None, self._too_many: width is None}
+            width = options.race_width(len(keys), k, self.beams)
+            spec = ListSpec(k, width or 1, end_token, races=tuple(keys), temperature=options.temperature)
+            more = {"max_passes": options.max_passes is not None, self._too_many: width is None}
         else:
             return None  # draws by importance
         known = self.why(*_key(reference, spec))
@@ -168,8 +169,7 @@ class OneRequest:
     def outcome(self, carried: EngineRequest, result: ListResult, search: Any) -> Found | None:
         """Return what the engine has made; None if rounds must make or end it.
 
-        carried: by the request. search: of draws, the `Drawing` that must end them: it takes over those that are
-        decided.
+        carried: by the request. search: the `Drawing` that must end draws: it takes over those that are decided.
         """
         assert carried.item_set is not None
         assert carried.ranked is not None
@@ -182,7 +182,7 @@ class OneRequest:
             made = search.begin_with(known, result.passes, result.rounds)
             way = metrics.UNDECIDED if made is None else way
         elif reason is None and any(result.items):
-            made = best_of(result)
+            made = Found(ordered(result.items[0]), result.passes, result.rounds, proven=result.proven)
         else:
             reason = reason or NoList.HOST_PATH
             way = result.detail if result.detail and reason.scope == "engine" else reason.value
@@ -190,11 +190,6 @@ class OneRequest:
             self.refused(way, detail=result.detail, of=of, always=reason.scope == "engine")
         _ways(spec).labels(way).inc()
         return made
-
-
-def best_of(result: ListResult) -> Found:
-    """Return the list that an engine has made."""
-    return Found(ordered(result.items[0]), result.passes, result.rounds, proven=result.proven)
 
 
 def _key(reference: str, spec: ListSpec) -> tuple[str, Width]:

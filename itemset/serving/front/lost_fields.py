@@ -62,8 +62,7 @@ class Surface:
     def check(self, path: str, body: Any, fields: Fields, *, ours: bool) -> None:
         """Raises RefusedError for a word of ours, or a set inside a constraint, that would be lost.
 
-        fields: those that the endpoint declares. ours: whether this server has item sets; else `item_set` alone is
-        looked for.
+        fields: those that the endpoint declares. ours: whether this server has item sets; else `item_set` alone counts.
         """
         watched = request_fields.WORDS if ours else (REFERENCE,)
         fields = {name: inner for name, inner in fields.items() if name not in self.dropped}
@@ -183,8 +182,7 @@ def _annotation(route: Any) -> Any:
 
 
 def fields_of_type(annotation: Any) -> Fields:
-    """Return the fields of objects of a type, or of all of a union's; none of a dict's, which are free, or of a
-    list's."""
+    """Return the fields of objects of a type, or of all of a union's; none of a list, or of a dict: these are free."""
     return {name: inner for model in _models(annotation) for name, inner in _fields(model).items()}
 
 
@@ -242,8 +240,7 @@ def is_small(spec: Any) -> bool:
 
 
 def constraints_of(body: Any, fields: Collection[str]) -> list[tuple[str, Any]]:
-    """Return the kinds and texts of a body's constraints, by any engine's words, that may hold item sets. fields: those
-    that its endpoint declares."""
+    """Return kinds and texts of the constraints that may hold sets, by any engine's words. fields: those declared."""
     stated: list[tuple[str, Any]] = []
     for given in at(body, ""):
         one = {name: value for name, value in given.items() if name in fields or name == SLATE}

@@ -33,7 +33,7 @@ UNSAID = ("stream", "echo", "logprobs", "prompt_logprobs", "return_logprob")
 class ItemRequest:
     """The set that a request names or brings, one of both, and the ranked list or the draws of its items, if any.
 
-    item_set: the name of a registered set. choice: the texts of an inline set. item_filter, exclude_keys, only_keys:
+    item_set: the name of a registered set. choice: the texts of an inline set. several: its list or draws. selection:
     see `views.view`. escape: of an inline set's texts, see `itemset.build_text`. weighed: WEIGHT or LOGPROBS, if its
     answers say these. constraint: in place of a set the kind and the text of one in which sets may stand. made: the set
     or the constraint, once it is made. after: what ends a thought before its list, see LIST_AFTER; marker: its tokens;
@@ -42,11 +42,8 @@ class ItemRequest:
 
     item_set: str | None = None
     choice: list[str] | None = field(default=None, repr=False)
-    ranked: ListOptions | None = None
-    drawn: DrawOptions | None = None
-    item_filter: Mapping[str, Any] | None = field(default=None, repr=False)
-    exclude_keys: list[Any] | None = field(default=None, repr=False)
-    only_keys: list[Any] | None = field(default=None, repr=False)
+    several: ListOptions | DrawOptions | None = None
+    selection: Mapping[str, Any] = field(default_factory=dict, repr=False)
     escape: Escape | None = None
     weighed: str = ""
     constraint: tuple[str, Any] | None = field(default=None, repr=False)
@@ -62,13 +59,12 @@ class ItemRequest:
     @property
     def wanted(self) -> int:
         """Return how many items its list has, or its draws."""
-        return self.ranked.k if self.ranked is not None else self.drawn.n if self.drawn is not None else 1
+        return 1 if self.several is None else self.several.n
 
     @property
     def chooses(self) -> bool:
         """Return whether it selects among the items of its registered set, and that is still to be done."""
-        selection = (self.item_filter, self.exclude_keys, self.only_keys)
-        return self.made is None and any(one is not None for one in selection)
+        return self.made is None and bool(self.selection)
 
     @classmethod
     def of(
@@ -110,11 +106,10 @@ class ItemRequest:
                 DRAWS,
             )
         check_options(given, ranked=k is not None and not drawn, drawn=drawn)
+        several: ListOptions | DrawOptions | None
+        several = DrawOptions.of(given[DRAWS], given) if drawn else None if k is None else ListOptions.of(k, given)
         name, choice = named[0] if named else None, choices[0] if choices else None
-        if drawn:
-            return cls(name, choice, drawn=DrawOptions.of(given[DRAWS], given), weighed=weighed, **selection)
-        ranked = None if k is None else ListOptions.of(k, given)
-        return cls(name, choice, ranked, weighed=weighed, after=after, **selection)
+        return cls(name, choice, several, selection, weighed=weighed, after=after)
 
 
 THOUGHT = "thought"
@@ -123,19 +118,18 @@ THOUGHT = "thought"
 
 @dataclass
 class Thought:
-    """One request's sampled answer before a list. params: the engine's own, of the answer. jobs: a list that has begun.
+    """One request's sampled answer before a list. jobs: a list that has begun. prompt: its tokens, for SGLang's list.
     tokens: of the answer, once it has ended at its marker. table: the list, if the engine has made it already."""
 
     asked: "ItemRequest"
-    params: Any
-    jobs: list[Any] = field(default_factory=list)
+    jobs: list[Any]
+    prompt: Sequence[int] = ()
     tokens: Sequence[int] = ()
     table: Any = None
     weighed: ClassVar[str] = ""
 
     def answer_fields(self, tokens: Sequence[int], *, cut: bool, logs: Any = ()) -> dict[str, Any]:
-        """Return what an answer says: that its list is to be made, or that there is none, because it has ended
-        elsewhere."""
+        """Return what an answer says: that its list is to be made, or that there is none, as it has ended elsewhere."""
         if cut or tuple(tokens[-len(self.asked.marker) :]) != self.asked.marker:
             return {"items": None}
         return {THOUGHT: replace(self.asked, ended=replace(self, tokens=tokens))}
@@ -228,11 +222,14 @@ def check_options(given: Mapping[str, Any], *, ranked: bool, drawn: bool = False
         word = meant or fields.nearest(key, words)
         if word not in (None, key):
             raise wrong_type(f"there is no field {shown(key)}: did you mean {word}?", key)
-        if word in fields.DRAWN and given[key] is not None and not drawn:
+        if word is None or given[key] is None:
+            continue
+        of_lists, of_draws = word in fields.OPTIONS, word in DrawOptions.__struct_fields__
+        if word in fields.DRAWN and not drawn:
             raise RefusedError("draws", f"{word} is for draws: add {DRAWS}, or leave it out", word)
-        if drawn and word in fields.OPTIONS and word not in fields.SHARED and given[key] not in (None, False):
+        if of_lists and drawn and not of_draws and given[key] not in (None, False):
             raise RefusedError("draws", f"{word} is for ranked lists: draws are exact, leave it out", word)
-        if word in fields.OPTIONS and given[key] is not None and not ranked and not drawn:
+        if of_lists and not ranked and not drawn:
             raise RefusedError(
                 "beam search",
                 f"{word} is for ranked lists: add use_beam_search and n, the number of items (in the sampling_params "
@@ -293,11 +290,13 @@ def refuse_beside(given: Mapping[str, Any], what: str = "draws") -> None:
             raise RefusedError("draws", f"{what} have no {name}: leave it out", name)
 
 
-def with_beams(body: dict[str, Any]) -> None:
-    """Make a body's draws take the way of ranked lists through its endpoint, an answer a draw.
+DRAWING = ("/v1/completions", "/v1/chat/completions")
+"""OpenAI's endpoints that may answer with lists and draws."""
 
-    Raises RefusedError for what is wrong with them, and as `refuse_beside` does.
-    """
-    refuse_beside(body)
-    body["n"] = DrawOptions.of(body[DRAWS], body).n
-    body[fields.BEAMS] = True
+
+def with_beams(body: dict[str, Any], path: str) -> None:
+    """Let a body's draws, if any, take the way of ranked lists. Raises RefusedError as `refuse_beside` does."""
+    if wants_draws(body) and path in DRAWING:
+        refuse_beside(body)
+        body["n"] = DrawOptions.of(body[DRAWS], body).n
+        body[fields.BEAMS] = True

@@ -26,8 +26,8 @@ BEAMS = "use_beam_search"
 DRAWS, DRAW, CANDIDATES, REPLACE, APPROXIMATE = DRAWN = ("draws", "draw", "candidates", "replace", "approximate")
 """What a request for draws gives beside its set, and beside words that ranked lists and samples have too: see
 `DrawOptions`."""
-SHARED = ("width", "max_passes")
-"""Options of draws that ranked lists have too."""
+OF_EXACT = (REPLACE, APPROXIMATE, "temperature", "width")
+"""Options of exact draws alone."""
 IMPORTANCE = "importance"
 """Of `draw`, the value that is not the default."""
 MOST_CANDIDATES = 64
@@ -45,7 +45,9 @@ LIST_AFTER = "list_after"
 """The text that ends a sampled answer, a thought, after which a list is made; or true, at the end of its reasoning."""
 MOST_MARKER = 100  # characters of it
 
-WORDS = (REFERENCE, CHOICE, STRUCTURED, GUIDED, *SELECTION, SLATE, DRAWS, DRAW, WEIGHT, LOGPROBS, LIST_AFTER)
+OF_SET, OF_ITEMS = (REFERENCE, *SELECTION, SLATE, WEIGHT, LOGPROBS), (DRAWS, DRAW, LIST_AFTER)
+"""Fields of any request with a registered set, and of those that several items answer."""
+WORDS = (*OF_SET, CHOICE, STRUCTURED, GUIDED, *OF_ITEMS)
 EDITS = 2
 """A key this many edits from a word, after folding case, - and _, is taken for it: a person meant the word."""
 COMPARED = 200
@@ -167,12 +169,12 @@ class _Options(msgspec.Struct, frozen=True):
 
 
 class ListOptions(_Options, frozen=True):
-    """What a request asks of a ranked list: `k` items, and see `itemset.ranking.search.Search`.
+    """What a request asks of a ranked list: `n` items, and see `itemset.ranking.search.Search`.
 
     without_end: scores are of the items' own tokens, without the end token after them.
     """
 
-    k: Annotated[_Count, _number("items")] = msgspec.field(name="n")
+    n: Annotated[_Count, _number("items")]
     width: Annotated[_Count | _Widths | None, Meta(description=_WIDTH)] = None
     exact: _Flag = False
     renormalised: _Flag = False
@@ -180,27 +182,23 @@ class ListOptions(_Options, frozen=True):
     without_end: _Flag = False
 
     def __post_init__(self) -> None:
-        """Raises RefusedError for a value of another type, or a beam too narrow for `k` items."""
+        """Raises RefusedError for a value of another type, or a beam too narrow for `n` items."""
         super().__post_init__()
         *_, last = [self.beam] if isinstance(self.beam, int) else self.beam
-        if last < self.k:
-            message = f"width={last:,} finds no {self.k:,} items: set it to at least {self.k:,}"
+        if last < self.n:
+            message = f"width={last:,} finds no {self.n:,} items: set it to at least {self.n:,}"
             raise RefusedError("beam search", message, "width")
-
-    def scored_end(self, end_token: int) -> int | None:
-        """Return the end token that counts in the scores, if any does."""
-        return None if self.without_end else end_token
 
     def with_beams(self, items: int, most: int) -> Self:
         """Give a list of a set with this many items the beams that it has unless it says otherwise, at most `most`."""
         if self.width is not None or self.exact or self.max_passes is not None:
             return self
-        return msgspec.structs.replace(self, width=max(self.k, min(USUAL_BEAMS, items, most)))
+        return msgspec.structs.replace(self, width=max(self.n, min(USUAL_BEAMS, items, most)))
 
     @property
     def beam(self) -> int | tuple[int, ...]:
         """Return how many beams, of every level or of each: `width`, or as many as items."""
-        return tuple(self.width) if isinstance(self.width, Sequence) else self.width or self.k
+        return tuple(self.width) if isinstance(self.width, Sequence) else self.width or self.n
 
 
 class DrawOptions(_Options, frozen=True):
@@ -239,18 +237,13 @@ class DrawOptions(_Options, frozen=True):
         if self.candidates is None or self.candidates > MOST_CANDIDATES:
             message = f'{DRAW}: "{IMPORTANCE}" takes {CANDIDATES}: K, at most {MOST_CANDIDATES}'
             raise RefusedError("draws", message, CANDIDATES)
-        for name, value, default in (
-            (REPLACE, self.replace, True),
-            (APPROXIMATE, self.approximate, False),
-            ("temperature", self.temperature, 1),
-            ("width", self.width, None),
-        ):
-            if value != default:
-                raise RefusedError("draws", f'{name} is for exact draws: leave it or {DRAW}: "{IMPORTANCE}" out', name)
+        for one in _fields_of(type(self)):
+            if one.name in OF_EXACT and getattr(self, one.name) != one.default:
+                message = f'{one.name} is for exact draws: leave it or {DRAW}: "{IMPORTANCE}" out'
+                raise RefusedError("draws", message, one.name)
 
     def race_width(self, races: int, wanted: int, most: int) -> int | None:
-        """Return how many beams each race for `wanted` items has of `most`, in a step; None if they are too few for
-        all."""
+        """Return how many beams each race for `wanted` items has of `most`, in a step; None if too few for all."""
         width = max(self.width or RACE_BEAMS, 2 * wanted)
         if min(width, FEWEST_BEAMS) * races > most or wanted > most:
             return None

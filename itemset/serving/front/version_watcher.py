@@ -63,7 +63,6 @@ class Follower:
         self._superseded: set[str] = set()
         self._missed = ""  # what was wrong with the last look at `item_set_dir`
         self._lock = threading.RLock()  # one look at a time
-        self._started = threading.Event()
         for opened in checks.catalogue.serving.values():
             self._sets[opened.name] = Followed(Path(config.where(opened.name)), path)
             if checks.catalogue.follows(opened.name):
@@ -75,9 +74,7 @@ class Follower:
 
     def start(self) -> None:
         """Look every `item_set_refresh_seconds` from now on, if a set is followed."""
-        if not self._started.is_set():
-            self._started.set()
-            threading.Thread(target=self._run, name="item-set-follower", daemon=True).start()
+        threading.Thread(target=self._run, name="item-set-follower", daemon=True).start()
 
     def _run(self) -> None:
         compile_all()  # the engine has; no request should wait until they are loaded
@@ -191,11 +188,10 @@ class Follower:
                 return
             try:
                 self._take_up(name, version)
+                followed.refused = None
+                return
             except ItemSetError as error:
                 failed, followed.why = version, str(error)
-                continue
-            followed.refused = None
-            return
 
     def _take_up(self, name: str, version: published.Version) -> None:
         """Have the version opened here and in the engines, and let requests get it.

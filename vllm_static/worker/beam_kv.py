@@ -16,6 +16,15 @@ from torch import Tensor
 from vllm_static import compat
 
 
+class Room(NamedTuple):
+    """The memory that a worker keeps for lists. blocks: of the KV cache, which the scheduler does not know: for beams'
+    own tokens. beams: that have room in it. tokens: whose logits may stand in memory."""
+
+    blocks: int
+    beams: int
+    tokens: int
+
+
 class Prompt(NamedTuple):
     """A request whose prompt's KV is complete. slot: its row of the runner's block tables. tokens: its length."""
 

@@ -7,7 +7,7 @@ from vllm.logger import init_logger
 
 from vllm_static import compat
 from vllm_static.compat import hook
-from vllm_static.worker.room import Room
+from vllm_static.worker.beam_kv import Room
 
 if TYPE_CHECKING:
     from torch import Tensor

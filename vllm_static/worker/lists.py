@@ -22,11 +22,10 @@ from itemset.serving.config import StaticConfig
 from itemset.serving.wire import HEAD, MOST_LOGITS, REASONS, EngineRequest, ListSpec, NoList
 from vllm_static import compat
 from vllm_static.worker.beam_forward import run_logits, states_after, use_adapters
-from vllm_static.worker.beam_kv import BeamKV, Prompt
+from vllm_static.worker.beam_kv import BeamKV, Prompt, Room
 from vllm_static.worker.list_graphs import ListGraphs
 from vllm_static.worker.masks import ItemSetProcessor
 from vllm_static.worker.passes import Asked, Passes
-from vllm_static.worker.room import Room
 
 MOST_ROUNDS = 16  # of a list that is made here
 MOST_STEPS = 4  # full steps that a list may take, or twice as many tokens as `ranked_list_beams` has room for

@@ -121,7 +121,7 @@ class WideLists:
             if end < batch.prefill_len_np[i]:
                 continue
             del self.asked[slot]
-            one = one.of(batch.req_ids[i])
+            one = one._replace(prompt=one.prompt._replace(request=batch.req_ids[i]))
             # One that was preempted after its prompt: the tokens that nobody reads now stand between it and the list.
             resumed = batch.prefill_len_np[i] > one.prompt.tokens
             if (reason := NoList.NO_ROOM_NOW if resumed else self._reason(one)) is None:
@@ -214,7 +214,7 @@ class WideLists:
             assert self._sets.head is not None
             each = 4 * self._sets.head.row_size * lists[0].spec.beams
             return len(lists) == 1 or len(lists) * each <= MOST_LOGITS
-        entries = len(lists) * self._passes(lists[0]).entries
+        entries = len(lists) * self._passes(lists[0]).rows
         return entries <= self._entries and self._logits_fit(lists[0], len(lists))
 
     def _logits_fit(self, one: Asked, lists: int) -> bool:

@@ -329,7 +329,6 @@ def content_after_reasoning(
 
 def _opens_thought(reasoner: Any, tokenizer: Any, prompt: Sequence[int]) -> bool:
     """Return whether the last mark of reasoning in a prompt begins one."""
-
     backwards = list(prompt)[::-1]
 
     def since(mark: str | None) -> int:

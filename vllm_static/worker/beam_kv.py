@@ -81,9 +81,7 @@ class BeamKV:
     used: entries that are taken. recorded: whether a CUDA graph holds its passes.
     """
 
-    def __init__(
-        self, runner: Any, prompts: Sequence[Prompt], first_block: int, *, recorded: bool = False
-    ) -> None:  # fmt: skip
+    def __init__(self, runner: Any, prompts: Sequence[Prompt], first_block: int, *, recorded: bool = False) -> None:
         """first_block: the entries of all layers begin there, each in its own cache; there must be enough of them.
         recorded: for passes of one prompt that a CUDA graph holds: another may take its place, see `move_to`."""
         self.prompts, self.used, self.recorded, self._first_block = prompts, 0, recorded, first_block

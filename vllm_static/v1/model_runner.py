@@ -36,12 +36,8 @@ _WEIGHED = "static_weighed"
 def sample_tokens(original: Callable[..., Any], self: Any, grammar_output: Any) -> Any:
     """V1: an answer's weight needs its logits as they were before the mask."""
     state = self.execute_model_state
-    if (
-        grammar_output is not None
-        and state is not None
-        and state.logits is not None
-        and compat.is_ours(self.vllm_config)
-    ):
+    has_logits = getattr(state, "logits", None) is not None
+    if grammar_output is not None and has_logits and compat.is_ours(self.vllm_config):
         constrained = set(grammar_output.structured_output_request_ids)
         each = {
             i: _weighs_at(self.requests[request].sampling_params)
@@ -68,7 +64,9 @@ def sample(original: Callable[..., Any], self: Any, logits: Any, spec_decode_met
     legal = _scaled(logits, weighed, temperatures) if weighed else None
     rows = _rows(list(chosen), spec_decode_metadata)
     scores = _scores(self.sampler, logits, rows, [chosen[request] for request, *_ in rows]) if rows else None
-    self.input_batch.sampling_metadata = _without(given) if chosen else given
+    if chosen:  # for the samplers none is, but there is a column for the sampled token
+        width = given.max_num_logprobs or 0
+        self.input_batch.sampling_metadata = dataclasses.replace(given, logprob_token_ids=None, max_num_logprobs=width)
     try:
         output = original()
     finally:
@@ -103,12 +101,6 @@ def _weighs_at(params: Any) -> float:
 def _scaled(logits: Tensor, rows: Sequence[tuple[int, int, int]], temperatures: Tensor) -> Tensor:
     """Return the logits of these rows, by their temperatures: [rows, vocabulary] float32."""
     return logits[compat.to_device([row for *_, row in rows], logits.device)].float() / temperatures
-
-
-def _without(sampling_metadata: Any) -> Any:
-    """Return the same without chosen tokens, but with a column for the sampled token."""
-    width = sampling_metadata.max_num_logprobs or 0
-    return dataclasses.replace(sampling_metadata, logprob_token_ids=None, max_num_logprobs=width)
 
 
 def _scores(sampler: Any, logits: Tensor, rows: Sequence[Any], tokens: list[list[int]]) -> tuple[Tensor, Tensor]:

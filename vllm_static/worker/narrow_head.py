@@ -198,7 +198,10 @@ class NarrowHead:
             else:
                 parts = [_product_of(run, head, bias, multiply) for run in alphabet.runs]
                 logits = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
-            logits = self._of_ranks(logits, alphabet)
+            if logits.shape[-1] < alphabet.each:
+                logits = pad(logits, (0, alphabet.each - logits.shape[-1]))
+            if self._head.tp_size > 1:
+                logits = get_tp_group().all_gather(logits, -1)
             if not spread:
                 return logits
             shape = (len(logits), self._runner.vocab_size)
@@ -209,10 +212,6 @@ class NarrowHead:
 
         with reading(product):
             yield
-
-    def _of_ranks(self, logits: Tensor, alphabet: Alphabet) -> Tensor:
-        logits = pad(logits, (0, alphabet.each - logits.shape[-1])) if logits.shape[-1] < alphabet.each else logits
-        return get_tp_group().all_gather(logits, -1) if self._head.tp_size > 1 else logits
 
     def of_nobody(self) -> contextlib.AbstractContextManager[None]:
         """While this is entered, the model's logits are those of a few tokens, other ones on each rank."""

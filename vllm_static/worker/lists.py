@@ -237,8 +237,7 @@ class WideLists:
         would be decided."""
         plan, spec = self._sets.arena.level_plan(one.number), one.spec
         if not (self.narrow or spec.races or (plan.levels if spec.renormalised else plan.longest) > MOST_ROUNDS):
-            options: dict[str, Any] = {"renormalised": spec.renormalised, "end_token": spec.scored_end}
-            counts = rows_of_passes(plan, spec.width, **options) or (1,)
+            counts = rows_of_passes(plan, spec.width, renormalised=spec.renormalised, end_token=spec.scored_end) or (1,)
             if sum(counts) <= self._entries:
                 return Passes([(rows, 1) for rows in counts], stepwise=True)
         shapes, rows = [], 1

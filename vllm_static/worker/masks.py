@@ -158,26 +158,17 @@ class ItemSetProcessor(LogitsProcessor):
                 below = self.arena.view(place.below[-1][0]) if place.below else None
                 item_set = self._catalogue.receive(carried.item_set, below, keep=False).item_set
                 self.arena.place(item_set, place.number, place.start, place.below)
-        self._alphabets[req_idx] = self._alphabet(carried, sampling_params)
         if carried.place is None or carried.ranked is not None:  # the one token of a list's request does not matter
             if self._numbers[req_idx] != NO_SET:
                 self._staged[req_idx] = [0, NO_SET]
-            self._numbers[req_idx] = NO_SET
+            self._numbers[req_idx], self._alphabets[req_idx] = NO_SET, _NO_SET
             return False
-        prompt = int(self._req_states.prompt_len.np[req_idx])
-        self._staged[req_idx] = [prompt, place.number, place.begins_after, *sorted(sampling_params.all_stop_token_ids)]
+        prompt, stops = int(self._req_states.prompt_len.np[req_idx]), sorted(sampling_params.all_stop_token_ids)
+        self._staged[req_idx] = [prompt, place.number, place.begins_after, *stops]
         self._numbers[req_idx] = place.number
+        why_not = self.narrow.why_not or ("constraints that begin later" if place.begins_after != -1 else None)
+        self._alphabets[req_idx] = why_not or self.arena.alphabet(place.number, tuple(stops))
         return False
-
-    def _alphabet(self, carried: EngineRequest, sampling_params: "SamplingParams") -> bytes | str:
-        if carried.place is None or carried.ranked is not None:
-            return _NO_SET
-        if self.narrow.why_not is not None:
-            return self.narrow.why_not
-        place = Place(*carried.place)
-        if place.begins_after != -1:
-            return "constraints that begin later"
-        return self.arena.alphabet(place.number, tuple(sorted(sampling_params.all_stop_token_ids)))
 
     def apply_staged_writes(self) -> None:
         if not self._staged:

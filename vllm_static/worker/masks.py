@@ -261,32 +261,24 @@ class ItemSetProcessor(LogitsProcessor):
 
     def _warm_up(self) -> None:
         """Compile the kernels now, and the check of a set's tables: a first request should not wait for them."""
-        device = self._req_states.device
+        device, vocabulary = self._req_states.device, self._req_states.vocab_size
         with contextlib.suppress(ArenaFullError):
             self.arena.release(self.arena.acquire(itemset.build([[0, 0, 1], [0, 1]])))
-
-        def zeros(dtype: torch.dtype) -> Any:
-            return torch.zeros(1, dtype=dtype, device=device)
-
-        batch = self._batch(
-            zeros(torch.int64), above=zeros(torch.int32), tokens=zeros(torch.int32), positions=zeros(torch.int64)
-        )
-        vocabulary = self._req_states.vocab_size
+        slot = torch.zeros(1, dtype=torch.int64, device=device)  # and whatever else is one integer
+        batch = self._batch(slot, above=slot.int(), tokens=slot.int(), positions=slot)
         for dtype in {self._dtype, torch.float32}:  # the model's logits, and copies of them
             for stride in {vocabulary, vocabulary + -vocabulary % _PADDING}:
                 logits = torch.zeros(1, stride, dtype=dtype, device=device)[:, :vocabulary]
                 self._slots.step(batch, logits)
-                self._slots.mask(self._slots.walk(batch), zeros(torch.int64), logits)  # as `weigh`
+                self._slots.mask(self._slots.walk(batch), slot, logits)  # as `weigh`
+        logits = torch.zeros(1, vocabulary, dtype=self._dtype, device=device)
         if self.child_sampling:
-            ones, states = torch.ones(1, device=device), self._slots.walk(batch)
-            logits = torch.zeros(1, vocabulary, dtype=self._dtype, device=device)
             from vllm_static.worker.triton_child_sampling import sample
 
-            seeds, at = zeros(torch.int64), zeros(torch.int64)
-            sample(self.arena, logits, states, self._slots.marks, zeros(torch.int64), ones, seeds, at, False)
+            ones, states = torch.ones(1, device=device), self._slots.walk(batch)
+            sample(self.arena, logits, states, self._slots.marks, slot, ones, slot, slot, False)
         if self._drafts:  # as `force_drafts` and `mask_drafts`
-            states = self._slots.walk(self._batch(zeros(torch.int64)))
+            states = self._slots.walk(self._batch(slot))
             proposed = torch.zeros(1, self._drafts, dtype=torch.int64, device=device)
-            self._slots.forced(states, zeros(torch.int64), proposed, guess=True)
-            logits = torch.zeros(1, self._req_states.vocab_size, dtype=self._dtype, device=device)
-            self.mask_drafts(logits, zeros(torch.int64), zeros(torch.int64), proposed)
+            self._slots.forced(states, slot, proposed, guess=True)
+            self.mask_drafts(logits, slot, slot, proposed)

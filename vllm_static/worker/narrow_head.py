@@ -64,9 +64,8 @@ class NarrowHead:
         """Take the memory, `item_set_head_memory`: vLLM sizes its KV cache with what this leaves."""
         chosen = config.item_set_narrow_head
         self.why_not = None if chosen == "on" or (chosen == "auto" and device.type == "cpu") else "not chosen"
-        self._memory = torch.empty(
-            config.item_set_head_memory if not self.why_not else 0, dtype=torch.uint8, device=device
-        )
+        size = 0 if self.why_not else config.item_set_head_memory
+        self._memory = torch.empty(size, dtype=torch.uint8, device=device)
         self.forced = chosen == "on"  # whether also answers of larger alphabets
         self.steps: Counter[str] = Counter()  # of sampling: NARROW, or why logits of all tokens were computed
         self._alphabets: dict[bytes, Alphabet] = {}  # what was used last stands last
@@ -111,10 +110,8 @@ class NarrowHead:
         given, expected = self.logits(hidden, alphabet), full[:, alphabet.tokens].float()
         if given.shape != (2, self._head.tp_size * alphabet.each):
             return "the model's logits come from elsewhere"
-        near = (
-            given[:, alphabet.columns[alphabet.tokens].long()].float() - expected
-        ).abs().max() <= TOLERANCE * full.abs().max()
-        return None if near else "the model changes some tokens' logits"
+        difference = (given[:, alphabet.columns[alphabet.tokens].long()].float() - expected).abs().max()
+        return None if difference <= TOLERANCE * full.abs().max() else "the model changes some tokens' logits"
 
     def of_list(self, key: bytes) -> Alphabet | None:
         """Return the alphabet of the passes of a list whose scores are renormalised, if the product is smaller for

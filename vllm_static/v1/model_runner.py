@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from itemset.masking.slots import log_probs_of
+from itemset.masking.slots import as_table, log_probs_of
 from itemset.serving.hooks import IMPORTED
 from itemset.serving.wire import read
 from vllm_static import compat
@@ -105,10 +105,7 @@ def _scaled(logits: Tensor, rows: Sequence[tuple[int, int, int]], temperatures: 
 
 def _scores(sampler: Any, logits: Tensor, rows: Sequence[Any], tokens: list[list[int]]) -> tuple[Tensor, Tensor]:
     """Of these rows' tokens: [rows, most tokens] ids, int32, and scores, float32. Shorter rows end with 0 and -inf."""
-    table = np.full((len(rows), max(map(len, tokens))), -1, np.int64)
-    for row, chosen in zip(table, tokens, strict=True):
-        row[: len(chosen)] = chosen
-    ids = compat.to_device(table, logits.device)
+    ids = compat.to_device(as_table(tokens, max(map(len, tokens))), logits.device)
     scored = logits[compat.to_device([row for *_, row in rows], logits.device)].float()
     if sampler.logprobs_mode not in LOGITS_MODES:
         scored = scored.log_softmax(-1)

@@ -141,7 +141,7 @@ class ItemSetProcessor(LogitsProcessor):
     def add_request(self, req_idx: int, sampling_params: "SamplingParams") -> bool:
         """Stage the request's set. Also called when it comes back after preemption: its output is walked again.
 
-        Returns False: `mask_hook.apply_sampling_params` masks without a copy of the batch's logits.
+        Returns False: `hooks.apply_sampling_params` masks without a copy of the batch's logits.
         """
         carried = read(sampling_params.extra_args) or EngineRequest()
         self._temperatures[req_idx] = carried.weighs_at(sampling_params.temperature)

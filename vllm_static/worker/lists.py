@@ -129,12 +129,9 @@ class WideLists:
                 rows.append(i)
             else:
                 tables[one.prompt.request] = torch.tensor([[REASONS.index(reason)]], dtype=torch.float64)
-        ends = (
-            hidden_states[batch.logits_indices[compat.to_device(rows, hidden_states.device)]]
-            if lists
-            else hidden_states
-        )
-        lists = [one._replace(states=ends[n : n + 1]) if one.states is None else one for n, one in enumerate(lists)]
+        if lists:
+            ends = hidden_states[batch.logits_indices[compat.to_device(rows, hidden_states.device)]]
+            lists = [one._replace(states=ends[n : n + 1]) if one.states is None else one for n, one in enumerate(lists)]
         self.begun |= {one.prompt.slot: one for one in lists}
         groups = self._grouped([each for one in lists for each in one.apart])
         self._making += [Making(group, self._passes_of(group)) for group in groups]

@@ -18,11 +18,8 @@ class Thinking(NamedTuple):
 
 
 def begin(request: Any, constraint: Any, marker: Tokens, then: Tokens, *, ranked: bool) -> tuple[Thinking, bool]:
-    """Make a thought a request of vLLM's own. Return it, and whether it is under no constraint.
-
-    constraint: the StructuredOutputRequest that it came with. ranked: whether it goes on as one for a list, whose set
-        has a place now.
-    """
+    """Make a thought a request of vLLM's own. Return it, and whether it is under no constraint. constraint: the
+    StructuredOutputRequest that it came with. ranked: whether it goes on as one for a list, whose set has a place."""
     extra, params = request.sampling_params.extra_args, None
     if ranked:
         params = compat.list_params(extra[WIRE])

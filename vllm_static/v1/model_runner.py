@@ -82,11 +82,8 @@ def sample(original: Callable[..., Any], self: Any, logits: Any, spec_decode_met
 
 
 def _rows(requests: Sequence[int], drafts: Any) -> list[tuple[int, int, int]]:
-    """Return each of these requests, by its place in the batch, with the number of each of its rows and the row among
-    all.
-
-    drafts: SpecDecodeMetadata, None without speculation, when each request has one row.
-    """
+    """Return each row of these requests: the request's place in the batch, the row's among its own, and among all.
+    drafts: SpecDecodeMetadata, None without speculation, when each request has one row."""
     if drafts is None:
         return [(request, 0, request) for request in requests]
     first = [0, *accumulate(count + 1 for count in drafts.num_draft_tokens)]

@@ -316,8 +316,7 @@ class WideLists:
 
 
 def _columns(key: bytes, span: tuple[int, int] | None, vocabulary: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the tokens of an alphabet that a round reads, and the column of each token, 0 of others:
-    `Pass.columns`."""
+    """Return the tokens of an alphabet that a round reads, and each token's column, 0 of others: `Pass.columns`."""
     tokens = np.frombuffer(key, np.int64)
     low, high = np.searchsorted(tokens, (span[0], min(span[1] + 1, vocabulary)) if span else (0, vocabulary))
     read = compat.to_device(tokens[low:high] if low < high else tokens[:1], device)
@@ -341,8 +340,7 @@ def _table(beams: Beams) -> Tensor:
 
 
 def _joined(tables: list[Tensor]) -> Tensor:
-    """Return one table of those of the races of a request, or of its list. All of them begin with the pass of the
-    prompt."""
+    """Return one table of those of a request's races, or of its list. All begin with the pass of the prompt."""
     if len(tables) == 1:
         return tables[0]
     heads = torch.stack([table[0] for table in tables])

@@ -126,7 +126,8 @@ class ItemSetProcessor(LogitsProcessor):
         opened = self._catalogue.begin(message, check_tables)
         if opened is None or piece is None:
             return Stage.OPENING
-        return Stage.DEVICE if self._arrivals.advance(opened.name, opened.item_set, piece) else Stage.COPYING
+        number, start = piece
+        return Stage.DEVICE if self._arrivals.advance(opened.name, opened.item_set, (number, start)) else Stage.COPYING
 
     def close(self, name: str, version: str | None, open_sets: Collection[str]) -> None:
         """Do `versions.close_in_worker`."""

@@ -38,11 +38,7 @@ def _add_engine_arguments(engine: Any) -> None:
 
 
 def _with_indexes(given: dict[str, Any], arguments: Any) -> dict[str, Any]:
-    """Return the options with an index in place of each source, built with the tokenizer of these arguments of the
-    server.
-
-    Raises ItemSetError as `with_indexes` does.
-    """
+    """Return the options with an index in place of each source. arguments: of the server, for its tokenizer."""
     from itemset.source_sets import with_indexes
 
     return with_indexes(given, partial(_tokenizer_of, arguments))

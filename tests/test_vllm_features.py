@@ -17,7 +17,7 @@ ROOT = TESTS.parent
 FEATURES = {
     "lists": [
         "core/lists", "worker/beam_attention", "worker/beam_forward", "worker/beam_kv", "worker/list_graphs",
-        "worker/list_hooks", "worker/lists", "worker/passes", "worker/room", "worker/triton_attention",
+        "worker/list_hooks", "worker/lists", "worker/passes", "worker/triton_attention",
     ],
     "thoughts": ["core/thoughts"],
     "weights": ["worker/weights"],

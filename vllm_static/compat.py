@@ -271,8 +271,7 @@ def make_ordinary(request: Any, extra_args: dict[str, Any], constraint: Any = No
     request.sampling_params.extra_args = extra_args
     request.sampling_params.structured_outputs = constraint and constraint.params
     request.structured_output_request = constraint
-    waiting = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR if constraint else RequestStatus.WAITING
-    request.status = waiting
+    request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR if constraint else RequestStatus.WAITING
 
 
 def may_reason(manager: Any) -> bool:
@@ -329,7 +328,6 @@ def content_after_reasoning(
 
 def _opens_thought(reasoner: Any, tokenizer: Any, prompt: Sequence[int]) -> bool:
     """Return whether the last mark of reasoning in a prompt begins one."""
-
     backwards = list(prompt)[::-1]
 
     def since(mark: str | None) -> int:

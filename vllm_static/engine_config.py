@@ -127,10 +127,7 @@ def _choose_backend(args: Any) -> None:
 
 
 def _add_indexes(args: Any) -> None:
-    """Put an index in place of each source in `additional_config`, built with the tokenizer of these engine arguments.
-
-    Raises ItemSetError as `with_indexes` does.
-    """
+    """Put an index in place of each source in `additional_config`, built with the tokenizer of these arguments."""
     if isinstance(getattr(args, "additional_config", None), dict):
         from itemset.source_sets import with_indexes
 
@@ -151,10 +148,7 @@ def _tokenizer_of(args: Any) -> Any:
 
 
 def _add_versions(config: Any) -> None:
-    """Put the sets' versions into the `additional_config` of vLLM's flags or configuration, for all processes.
-
-    Opens the sets where they are not there yet; raises ItemSetError as `Catalogue` does.
-    """
+    """Put the sets' versions into the `additional_config` of vLLM's flags or configuration, for all processes."""
     if isinstance(getattr(config, "additional_config", None), dict):
         config.additional_config = with_versions(config.additional_config)
 

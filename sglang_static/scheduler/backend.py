@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject, register_grammar_backend
+from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
 from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
 
 from itemset import ItemSet, ItemSetError
@@ -17,7 +17,7 @@ from itemset.masking.arena import ArenaFullError, Place
 from itemset.masking.host import HostState
 from itemset.masking.slots import MAX_STOP_TOKENS
 from itemset.serving.catalogue import Catalogue
-from itemset.serving.config import BACKEND, StaticConfig
+from itemset.serving.config import StaticConfig
 from itemset.serving.engine.grammars import Grammars
 from itemset.serving.engine.version_rollout import Preparer
 from itemset.serving.warm_up import compile_all
@@ -75,10 +75,7 @@ class StaticBackend:
     """The item sets of one scheduler, and the way that each request with one takes."""
 
     def __init__(self, vocabulary: Callable[[], Vocabulary]) -> None:
-        """Open the registered sets. Raises ItemSetError as `itemset.load` does.
-
-        vocabulary: makes the model's, once a request needs it.
-        """
+        """Open the registered sets; raises ItemSetError as `itemset.load` does. vocabulary: makes the model's."""
         self._sampler = sampler = masks.current()
         self._catalogue = Catalogue(StaticConfig.of(compat.options())) if sampler is None else sampler.catalogue
         self._plan = None if sampler is None else sampler.arena.plan
@@ -160,11 +157,6 @@ class StaticBackend:
                 f"the item set has an item of {item_set.longest} tokens, but the KV cache leaves room for {room}: "
                 "shorten the prompt or the item, or raise --mem-fraction-static or --max-total-tokens"
             )
-
-
-def register() -> None:
-    """Register the backend with SGLang."""
-    register_grammar_backend(BACKEND, make_backend)
 
 
 def make_backend(server_args: Any, tokenizer: Any, vocab_size: int, end_tokens: Any) -> Any:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from itemset.serving.config import StaticConfig
+from itemset.serving.config import BACKEND, StaticConfig
 from sglang_static import compat
 from sglang_static.compat import hook
 from sglang_static.scheduler import masks
@@ -37,9 +37,11 @@ def _load_model(original: Callable[..., Any], self: Any) -> Any:
     result = original()
     if not compat.is_ours(self.server_args) or self.is_draft_worker:
         return result
-    from sglang_static.scheduler.backend import register
+    from sglang.srt.constrained.base_grammar_backend import register_grammar_backend
 
-    register()
+    from sglang_static.scheduler.backend import make_backend
+
+    register_grammar_backend(BACKEND, make_backend)
     config = StaticConfig.of(compat.options())
     if config.item_set_path != "host" and compat.why_host_path(self.server_args) is None:
         sampler = masks.ItemSetSampler(config, self.device, self.model_config.vocab_size)

@@ -78,12 +78,10 @@ class ItemSetSampler:
     A request's slot is its row in `req_to_token`. A prefill, first or after retraction, begins its item anew and walks
     what it has sampled before; each decoding step walks its own input token, and verification what it accepts.
 
-    drafts: logits rows of a request in verification, or 1: set by `allocate`. runner: SGLang's, if there is one.
-    list_rows: rows of a pass of ranked lists for which there is memory. rows_a_step: that those which share a step may
-    have together. Both are set by `lists`.
+    runner: SGLang's, if there is one. list_rows: rows of a pass of ranked lists for which there is memory. rows_a_step:
+    that those which share a step may have together. Both are set by `list_hooks`.
     """
 
-    drafts: int
     runner: Any = None
     list_rows: int
     rows_a_step: int
@@ -105,7 +103,7 @@ class ItemSetSampler:
     def allocate(self, slots: int, drafts: int) -> None:
         """Make the states. slots: rows of `req_to_token`. drafts: logits rows of a request in verification, or 1."""
         self.slots = Slots(self.arena, slots, max_rows=slots * drafts, max_stop_tokens=MAX_STOP_TOKENS)
-        self.drafts, self._constrained = drafts, [False] * slots
+        self._constrained = [False] * slots
         self._prompt = torch.zeros(slots, dtype=torch.int64, device=self.arena.device)
         self._one = torch.ones(slots, dtype=torch.int64, device=self.arena.device)
         self._warm_up(drafts)

@@ -34,17 +34,14 @@ def _forward(original: Callable[..., Any], batch: Any) -> Any:
 def _preprocess_logits(original: Callable[..., Any], logits_output: Any, sampling_info: Any) -> Any:
     """An answer's weight needs its logits before and after all that is done to them here."""
     rows, logits = getattr(sampling_info, _ROWS, None), logits_output.next_token_logits
-    with _asked_of(sampling_info, logits, rows) if rows else contextlib.nullcontext():
+    if not rows:
         return original()
-
-
-@contextlib.contextmanager
-def _asked_of(info: Any, logits: Tensor, rows: dict[int, int]) -> Iterator[None]:
     logged = _on(logits, list(rows.values()))
-    temperatures = torch.where(logged > 0, info.temperatures[_on(logits, list(rows)), 0], 1.0)
+    temperatures = torch.where(logged > 0, sampling_info.temperatures[_on(logits, list(rows)), 0], 1.0)
     with _weighed(logits, list(rows), temperatures) as weighed:
-        yield
-    setattr(info, _WEIGHTS, (rows, logged, *weighed))
+        result = original()
+    setattr(sampling_info, _WEIGHTS, (rows, logged, *weighed))
+    return result
 
 
 @hook("sglang.srt.layers.sampler:Sampler.forward", order=-1, why="an answer's weight is of its sampled token")

@@ -144,8 +144,7 @@ class StaticBackend(StructuredOutputBackend):
         self.thinking.pop(request.request_id, None)
         if self._device is not None:
             self._device.release(request)
-        params = request.sampling_params
-        carried = read(params.extra_args) if params is not None else None
+        carried = read(getattr(request.sampling_params, "extra_args", None))
         if carried is None or carried.item_set is None or request.status.name != "FINISHED_STOPPED":
             return  # only what has ended by itself is counted
         reference = carried.item_set.reference

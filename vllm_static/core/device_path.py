@@ -90,8 +90,7 @@ class DevicePath(Devices):
 
 
 def send_index_once(request: "Request", data: Any) -> None:
-    """Take out of the NewRequestData of a request what the workers have got before: an inline set's index, a filter's
-    bits.
+    """Take out of a request's NewRequestData what the workers have: an inline set's index, a filter's bits.
 
     All workers get all of them in order, and keep a set for as long as it is this Resident: only a set that the plan
     puts into its place, after it has forgotten this one, overwrites it.

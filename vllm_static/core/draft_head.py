@@ -11,8 +11,7 @@ from vllm_static.compat import hook
 @hook("vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks")
 def _get_computed_blocks(original: Callable[..., Any], self: Any, request: Any) -> Any:
     """A draft head reads the hidden states at the end of its prompt: they are computed, also if their KV is cached."""
-    params = request.sampling_params
-    carried = read(params.extra_args) if params is not None else None
+    carried = read(getattr(request.sampling_params, "extra_args", None))
     if carried is None or carried.ranked is None or not carried.ranked.placeholders:
         return original()
     before = request.num_prompt_tokens - carried.ranked.placeholders - 1

@@ -24,25 +24,21 @@ def make_backend(vllm_config: Any) -> "StaticBackend":
     return backend
 
 
-def _extend(core: Any) -> None:
-    """Give an EngineCore our backend, and two methods: for /metrics its figures, for followed sets new versions."""
-    core.static_backend = backend = make_backend(core.vllm_config)
-
-    def figures() -> Any:
-        steps: list[dict[str, int]] = [{}]
-        if compat.on_device_path(core.vllm_config):
-            steps = core.model_executor.collective_rpc(sampled_steps)
-        return backend.figures() | {"sampled_steps": max(steps, key=len)}
-
-    setattr(core, ENGINE_METHOD, figures)
-    setattr(core, ROLLOUT, lambda message: backend.preparer.answer(message, core.model_executor))
-
-
 @hook("vllm.v1.engine.core:EngineCore._initialize_kv_caches", order=-1, always=True)
 def _initialize_kv_caches(original: Callable[..., Any], self: Any, vllm_config: Any) -> Any:
     """The engine core gets our backend, before requests come."""
-    if compat.is_ours(vllm_config):
-        _extend(self)
+    if not compat.is_ours(vllm_config):
+        return original()
+    self.static_backend = backend = make_backend(vllm_config)
+
+    def figures() -> Any:
+        steps: list[dict[str, int]] = [{}]
+        if compat.on_device_path(vllm_config):
+            steps = self.model_executor.collective_rpc(sampled_steps)
+        return backend.figures() | {"sampled_steps": max(steps, key=len)}
+
+    setattr(self, ENGINE_METHOD, figures)  # for /metrics
+    setattr(self, ROLLOUT, lambda message: backend.preparer.answer(message, self.model_executor))
     return original()
 
 

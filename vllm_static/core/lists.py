@@ -8,8 +8,8 @@ from vllm.logger import init_logger
 from itemset.serving.config import StaticConfig
 from vllm_static import compat
 from vllm_static.compat import hook
+from vllm_static.worker.beam_kv import Room
 from vllm_static.worker.list_hooks import install, longest_item, try_out
-from vllm_static.worker.room import NO_ROOM, Room
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -18,6 +18,7 @@ logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its 
 
 SHARE = 8  # of the KV cache, the part that lists take at most
 SHARE_UNASKED = 16  # the same, if nobody says for how many beams
+NO_ROOM = Room(0, 0, 0)
 LONGEST = 32  # tokens of an item, above which fewer beams than configured fit
 USUAL = 16  # the same, of an engine whose sets come with the requests
 

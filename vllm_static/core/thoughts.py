@@ -17,14 +17,9 @@ class Thinking(NamedTuple):
     params: Any
 
 
-def begin(
-    request: Any, constraint: Any, marker: Tokens, then: Tokens, *, ranked: bool
-) -> tuple[Thinking, bool]:  # fmt: skip
-    """Make a thought a request of vLLM's own. Return it, and whether it is under no constraint.
-
-    constraint: the StructuredOutputRequest that it came with. ranked: whether it goes on as one for a list, whose set
-        has a place now.
-    """
+def begin(request: Any, constraint: Any, marker: Tokens, then: Tokens, *, ranked: bool) -> tuple[Thinking, bool]:
+    """Make a thought a request of vLLM's own. Return it, and whether it is under no constraint. constraint: the
+    StructuredOutputRequest that it came with. ranked: whether it goes on as one for a list, whose set has a place."""
     extra, params = request.sampling_params.extra_args, None
     if ranked:
         params = compat.list_params(extra[WIRE])
@@ -61,10 +56,9 @@ def _update_from_output(
     for name in ended:
         request, (marker, then, params) = self.requests[name], thinking[name]
         request.prompt_token_ids = list(request.prompt_token_ids)  # in one process others may share it
+        # The prompt is what was said, but for its last token, and this.
         update = StreamingUpdate(None, [marker[-1], *then], params.max_tokens, request.arrival_time, params)
-        self._update_request_as_session(
-            request, update
-        )  # the prompt is what was said, but for its last token, and this
+        self._update_request_as_session(request, update)
         request.resumable, request.structured_output_request = False, None
         request.events.clear()  # it was queued before
         backend.thinking[name] = Thinking([], then, params)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from itemset.masking.slots import log_probs_of
+from itemset.masking.slots import as_table, log_probs_of
 from itemset.serving.hooks import IMPORTED
 from itemset.serving.wire import read
 from vllm_static import compat
@@ -36,12 +36,8 @@ _WEIGHED = "static_weighed"
 def sample_tokens(original: Callable[..., Any], self: Any, grammar_output: Any) -> Any:
     """V1: an answer's weight needs its logits as they were before the mask."""
     state = self.execute_model_state
-    if (
-        grammar_output is not None
-        and state is not None
-        and state.logits is not None
-        and compat.is_ours(self.vllm_config)
-    ):
+    has_logits = getattr(state, "logits", None) is not None
+    if grammar_output is not None and has_logits and compat.is_ours(self.vllm_config):
         constrained = set(grammar_output.structured_output_request_ids)
         each = {
             i: _weighs_at(self.requests[request].sampling_params)
@@ -68,7 +64,9 @@ def sample(original: Callable[..., Any], self: Any, logits: Any, spec_decode_met
     legal = _scaled(logits, weighed, temperatures) if weighed else None
     rows = _rows(list(chosen), spec_decode_metadata)
     scores = _scores(self.sampler, logits, rows, [chosen[request] for request, *_ in rows]) if rows else None
-    self.input_batch.sampling_metadata = _without(given) if chosen else given
+    if chosen:  # for the samplers none is, but there is a column for the sampled token
+        width = given.max_num_logprobs or 0
+        self.input_batch.sampling_metadata = dataclasses.replace(given, logprob_token_ids=None, max_num_logprobs=width)
     try:
         output = original()
     finally:
@@ -84,11 +82,8 @@ def sample(original: Callable[..., Any], self: Any, logits: Any, spec_decode_met
 
 
 def _rows(requests: Sequence[int], drafts: Any) -> list[tuple[int, int, int]]:
-    """Return each of these requests, by its place in the batch, with the number of each of its rows and the row among
-    all.
-
-    drafts: SpecDecodeMetadata, None without speculation, when each request has one row.
-    """
+    """Return each row of these requests: the request's place in the batch, the row's among its own, and among all.
+    drafts: SpecDecodeMetadata, None without speculation, when each request has one row."""
     if drafts is None:
         return [(request, 0, request) for request in requests]
     first = [0, *accumulate(count + 1 for count in drafts.num_draft_tokens)]
@@ -105,18 +100,9 @@ def _scaled(logits: Tensor, rows: Sequence[tuple[int, int, int]], temperatures: 
     return logits[compat.to_device([row for *_, row in rows], logits.device)].float() / temperatures
 
 
-def _without(sampling_metadata: Any) -> Any:
-    """Return the same without chosen tokens, but with a column for the sampled token."""
-    width = sampling_metadata.max_num_logprobs or 0
-    return dataclasses.replace(sampling_metadata, logprob_token_ids=None, max_num_logprobs=width)
-
-
 def _scores(sampler: Any, logits: Tensor, rows: Sequence[Any], tokens: list[list[int]]) -> tuple[Tensor, Tensor]:
     """Of these rows' tokens: [rows, most tokens] ids, int32, and scores, float32. Shorter rows end with 0 and -inf."""
-    table = np.full((len(rows), max(map(len, tokens))), -1, np.int64)
-    for row, chosen in zip(table, tokens, strict=True):
-        row[: len(chosen)] = chosen
-    ids = compat.to_device(table, logits.device)
+    ids = compat.to_device(as_table(tokens, max(map(len, tokens))), logits.device)
     scored = logits[compat.to_device([row for *_, row in rows], logits.device)].float()
     if sampler.logprobs_mode not in LOGITS_MODES:
         scored = scored.log_softmax(-1)

@@ -113,11 +113,8 @@ def use_adapters(runner: Any, requests: list[str], slots: np.ndarray) -> None:
         runner._set_active_loras(each, each, active)
 
 
-def _run(
-    runner: Any, tokens: Tensor, beams: BeamMetadata, requests: list[str], recorded: bool = False
-) -> Tensor:  # fmt: skip
-    """Return one pass: the hidden states of all tokens, valid until the next one. recorded: a graph may hold no
-    other."""
+def _run(runner: Any, tokens: Tensor, beams: BeamMetadata, requests: list[str], recorded: bool) -> Tensor:
+    """Return a pass's hidden states of all tokens, valid until the next one. recorded: a graph may hold no other."""
     count, buffers = beams.tokens, runner.input_buffers
     shape = _shape(runner, len(tokens), count, requests, recorded)
     padded = max(count, shape.num_tokens)

@@ -16,6 +16,15 @@ from torch import Tensor
 from vllm_static import compat
 
 
+class Room(NamedTuple):
+    """The memory that a worker keeps for lists. blocks: of the KV cache, which the scheduler does not know: for beams'
+    own tokens. beams: that have room in it. tokens: whose logits may stand in memory."""
+
+    blocks: int
+    beams: int
+    tokens: int
+
+
 class Prompt(NamedTuple):
     """A request whose prompt's KV is complete. slot: its row of the runner's block tables. tokens: its length."""
 
@@ -72,9 +81,7 @@ class BeamKV:
     used: entries that are taken. recorded: whether a CUDA graph holds its passes.
     """
 
-    def __init__(
-        self, runner: Any, prompts: Sequence[Prompt], first_block: int, *, recorded: bool = False
-    ) -> None:  # fmt: skip
+    def __init__(self, runner: Any, prompts: Sequence[Prompt], first_block: int, *, recorded: bool = False) -> None:
         """first_block: the entries of all layers begin there, each in its own cache; there must be enough of them.
         recorded: for passes of one prompt that a CUDA graph holds: another may take its place, see `move_to`."""
         self.prompts, self.used, self.recorded, self._first_block = prompts, 0, recorded, first_block

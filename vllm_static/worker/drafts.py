@@ -29,10 +29,8 @@ LACKED = -100.0
 """The logit of a token that a draft vocabulary lacks. It must still be drawn where nothing else is legal: so it is
 finite, and small enough that, divided by a temperature of 0.01, it keeps apart what sampling adds to it."""
 
-
-_processors: WeakValueDictionary[int, Any] = (
-    WeakValueDictionary()
-)  # ItemSetProcessors, by id of their speculative config
+_processors: WeakValueDictionary[int, Any] = WeakValueDictionary()
+"""ItemSetProcessors, by id of their speculative config."""
 
 
 def install(processor: Any, speculative: Any, *, forced: bool) -> None:

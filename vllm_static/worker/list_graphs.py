@@ -92,7 +92,9 @@ class ListGraphs:
         if recorded is None or recorded.plan is not plan or recorded.alphabet is not alphabet:
             recorded = self._recorded(one, make, plan, alphabet)
         else:
-            self._fill(recorded, one)
+            assert one.states is not None
+            recorded.states.copy_(one.states)
+            recorded.kv.move_to(one.prompt)
         self._keep(kind, recorded)
         return recorded.replay().clone()  # another list's replay may use its memory
 
@@ -101,11 +103,6 @@ class ListGraphs:
         self._seen[kind] = recorded
         while len(self._seen) > MOST:
             del self._seen[next(iter(self._seen))]
-
-    def _fill(self, recorded: Recorded, one: Asked) -> None:
-        assert one.states is not None
-        recorded.states.copy_(one.states)
-        recorded.kv.move_to(one.prompt)
 
     def _recorded(self, one: Asked, make: Any, plan: Any, alphabet: Any) -> Recorded:
         assert one.states is not None

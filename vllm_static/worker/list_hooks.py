@@ -7,7 +7,7 @@ from vllm.logger import init_logger
 
 from vllm_static import compat
 from vllm_static.compat import hook
-from vllm_static.worker.room import Room
+from vllm_static.worker.beam_kv import Room
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,7 +48,6 @@ def install(worker: Any, room: Room) -> None:
 
 def longest_item(worker: Any) -> int:
     """Return how many tokens the longest item of the registered sets has, 0 without any. Called by the engine core."""
-
     return max((one.longest for one in compat.item_sets(compat.runner_of(worker)).registered), default=0)
 
 

@@ -22,11 +22,10 @@ from itemset.serving.config import StaticConfig
 from itemset.serving.wire import HEAD, MOST_LOGITS, REASONS, EngineRequest, ListSpec, NoList
 from vllm_static import compat
 from vllm_static.worker.beam_forward import run_logits, states_after, use_adapters
-from vllm_static.worker.beam_kv import BeamKV, Prompt
+from vllm_static.worker.beam_kv import BeamKV, Prompt, Room
 from vllm_static.worker.list_graphs import ListGraphs
 from vllm_static.worker.masks import ItemSetProcessor
 from vllm_static.worker.passes import Asked, Passes
-from vllm_static.worker.room import Room
 
 MOST_ROUNDS = 16  # of a list that is made here
 MOST_STEPS = 4  # full steps that a list may take, or twice as many tokens as `ranked_list_beams` has room for
@@ -122,7 +121,7 @@ class WideLists:
             if end < batch.prefill_len_np[i]:
                 continue
             del self.asked[slot]
-            one = one.of(batch.req_ids[i])
+            one = one._replace(prompt=one.prompt._replace(request=batch.req_ids[i]))
             # One that was preempted after its prompt: the tokens that nobody reads now stand between it and the list.
             resumed = batch.prefill_len_np[i] > one.prompt.tokens
             if (reason := NoList.NO_ROOM_NOW if resumed else self._reason(one)) is None:
@@ -130,12 +129,9 @@ class WideLists:
                 rows.append(i)
             else:
                 tables[one.prompt.request] = torch.tensor([[REASONS.index(reason)]], dtype=torch.float64)
-        ends = (
-            hidden_states[batch.logits_indices[compat.to_device(rows, hidden_states.device)]]
-            if lists
-            else hidden_states
-        )
-        lists = [one._replace(states=ends[n : n + 1]) if one.states is None else one for n, one in enumerate(lists)]
+        if lists:
+            ends = hidden_states[batch.logits_indices[compat.to_device(rows, hidden_states.device)]]
+            lists = [one._replace(states=ends[n : n + 1]) if one.states is None else one for n, one in enumerate(lists)]
         self.begun |= {one.prompt.slot: one for one in lists}
         groups = self._grouped([each for one in lists for each in one.apart])
         self._making += [Making(group, self._passes_of(group)) for group in groups]
@@ -215,7 +211,7 @@ class WideLists:
             assert self._sets.head is not None
             each = 4 * self._sets.head.row_size * lists[0].spec.beams
             return len(lists) == 1 or len(lists) * each <= MOST_LOGITS
-        entries = len(lists) * self._passes(lists[0]).entries
+        entries = len(lists) * self._passes(lists[0]).rows
         return entries <= self._entries and self._logits_fit(lists[0], len(lists))
 
     def _logits_fit(self, one: Asked, lists: int) -> bool:
@@ -238,8 +234,7 @@ class WideLists:
         would be decided."""
         plan, spec = self._sets.arena.level_plan(one.number), one.spec
         if not (self.narrow or spec.races or (plan.levels if spec.renormalised else plan.longest) > MOST_ROUNDS):
-            options: dict[str, Any] = {"renormalised": spec.renormalised, "end_token": spec.scored_end}
-            counts = rows_of_passes(plan, spec.width, **options) or (1,)
+            counts = rows_of_passes(plan, spec.width, renormalised=spec.renormalised, end_token=spec.scored_end) or (1,)
             if sum(counts) <= self._entries:
                 return Passes([(rows, 1) for rows in counts], stepwise=True)
         shapes, rows = [], 1
@@ -321,8 +316,7 @@ class WideLists:
 
 
 def _columns(key: bytes, span: tuple[int, int] | None, vocabulary: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the tokens of an alphabet that a round reads, and the column of each token, 0 of others:
-    `Pass.columns`."""
+    """Return the tokens of an alphabet that a round reads, and each token's column, 0 of others: `Pass.columns`."""
     tokens = np.frombuffer(key, np.int64)
     low, high = np.searchsorted(tokens, (span[0], min(span[1] + 1, vocabulary)) if span else (0, vocabulary))
     read = compat.to_device(tokens[low:high] if low < high else tokens[:1], device)
@@ -346,8 +340,7 @@ def _table(beams: Beams) -> Tensor:
 
 
 def _joined(tables: list[Tensor]) -> Tensor:
-    """Return one table of those of the races of a request, or of its list. All of them begin with the pass of the
-    prompt."""
+    """Return one table of those of a request's races, or of its list. All begin with the pass of the prompt."""
     if len(tables) == 1:
         return tables[0]
     heads = torch.stack([table[0] for table in tables])

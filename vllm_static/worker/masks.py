@@ -140,7 +140,7 @@ class ItemSetProcessor(LogitsProcessor):
     def add_request(self, req_idx: int, sampling_params: "SamplingParams") -> bool:
         """Stage the request's set. Also called when it comes back after preemption: its output is walked again.
 
-        Returns False: `mask_hook.apply_sampling_params` masks without a copy of the batch's logits.
+        Returns False: `hooks.apply_sampling_params` masks without a copy of the batch's logits.
         """
         carried = read(sampling_params.extra_args) or EngineRequest()
         self._temperatures[req_idx] = carried.weighs_at(sampling_params.temperature)
@@ -157,26 +157,17 @@ class ItemSetProcessor(LogitsProcessor):
                 below = self.arena.view(place.below[-1][0]) if place.below else None
                 item_set = self._catalogue.receive(carried.item_set, below, keep=False).item_set
                 self.arena.place(item_set, place.number, place.start, place.below)
-        self._alphabets[req_idx] = self._alphabet(carried, sampling_params)
         if carried.place is None or carried.ranked is not None:  # the one token of a list's request does not matter
             if self._numbers[req_idx] != NO_SET:
                 self._staged[req_idx] = [0, NO_SET]
-            self._numbers[req_idx] = NO_SET
+            self._numbers[req_idx], self._alphabets[req_idx] = NO_SET, _NO_SET
             return False
-        prompt = int(self._req_states.prompt_len.np[req_idx])
-        self._staged[req_idx] = [prompt, place.number, place.begins_after, *sorted(sampling_params.all_stop_token_ids)]
+        prompt, stops = int(self._req_states.prompt_len.np[req_idx]), sorted(sampling_params.all_stop_token_ids)
+        self._staged[req_idx] = [prompt, place.number, place.begins_after, *stops]
         self._numbers[req_idx] = place.number
+        why_not = self.narrow.why_not or ("constraints that begin later" if place.begins_after != -1 else None)
+        self._alphabets[req_idx] = why_not or self.arena.alphabet(place.number, tuple(stops))
         return False
-
-    def _alphabet(self, carried: EngineRequest, sampling_params: "SamplingParams") -> bytes | str:
-        if carried.place is None or carried.ranked is not None:
-            return _NO_SET
-        if self.narrow.why_not is not None:
-            return self.narrow.why_not
-        place = Place(*carried.place)
-        if place.begins_after != -1:
-            return "constraints that begin later"
-        return self.arena.alphabet(place.number, tuple(sorted(sampling_params.all_stop_token_ids)))
 
     def apply_staged_writes(self) -> None:
         if not self._staged:
@@ -269,32 +260,24 @@ class ItemSetProcessor(LogitsProcessor):
 
     def _warm_up(self) -> None:
         """Compile the kernels now, and the check of a set's tables: a first request should not wait for them."""
-        device = self._req_states.device
+        device, vocabulary = self._req_states.device, self._req_states.vocab_size
         with contextlib.suppress(ArenaFullError):
             self.arena.release(self.arena.acquire(itemset.build([[0, 0, 1], [0, 1]])))
-
-        def zeros(dtype: torch.dtype) -> Any:
-            return torch.zeros(1, dtype=dtype, device=device)
-
-        batch = self._batch(
-            zeros(torch.int64), above=zeros(torch.int32), tokens=zeros(torch.int32), positions=zeros(torch.int64)
-        )
-        vocabulary = self._req_states.vocab_size
+        slot = torch.zeros(1, dtype=torch.int64, device=device)  # and whatever else is one integer
+        batch = self._batch(slot, above=slot.int(), tokens=slot.int(), positions=slot)
         for dtype in {self._dtype, torch.float32}:  # the model's logits, and copies of them
             for stride in {vocabulary, vocabulary + -vocabulary % _PADDING}:
                 logits = torch.zeros(1, stride, dtype=dtype, device=device)[:, :vocabulary]
                 self._slots.step(batch, logits)
-                self._slots.mask(self._slots.walk(batch), zeros(torch.int64), logits)  # as `weigh`
+                self._slots.mask(self._slots.walk(batch), slot, logits)  # as `weigh`
+        logits = torch.zeros(1, vocabulary, dtype=self._dtype, device=device)
         if self.child_sampling:
-            ones, states = torch.ones(1, device=device), self._slots.walk(batch)
-            logits = torch.zeros(1, vocabulary, dtype=self._dtype, device=device)
             from vllm_static.worker.triton_child_sampling import sample
 
-            seeds, at = zeros(torch.int64), zeros(torch.int64)
-            sample(self.arena, logits, states, self._slots.marks, zeros(torch.int64), ones, seeds, at, False)
+            ones, states = torch.ones(1, device=device), self._slots.walk(batch)
+            sample(self.arena, logits, states, self._slots.marks, slot, ones, slot, slot, False)
         if self._drafts:  # as `force_drafts` and `mask_drafts`
-            states = self._slots.walk(self._batch(zeros(torch.int64)))
+            states = self._slots.walk(self._batch(slot))
             proposed = torch.zeros(1, self._drafts, dtype=torch.int64, device=device)
-            self._slots.forced(states, zeros(torch.int64), proposed, guess=True)
-            logits = torch.zeros(1, self._req_states.vocab_size, dtype=self._dtype, device=device)
-            self.mask_drafts(logits, zeros(torch.int64), zeros(torch.int64), proposed)
+            self._slots.forced(states, slot, proposed, guess=True)
+            self.mask_drafts(logits, slot, slot, proposed)

@@ -64,9 +64,8 @@ class NarrowHead:
         """Take the memory, `item_set_head_memory`: vLLM sizes its KV cache with what this leaves."""
         chosen = config.item_set_narrow_head
         self.why_not = None if chosen == "on" or (chosen == "auto" and device.type == "cpu") else "not chosen"
-        self._memory = torch.empty(
-            config.item_set_head_memory if not self.why_not else 0, dtype=torch.uint8, device=device
-        )
+        size = 0 if self.why_not else config.item_set_head_memory
+        self._memory = torch.empty(size, dtype=torch.uint8, device=device)
         self.forced = chosen == "on"  # whether also answers of larger alphabets
         self.steps: Counter[str] = Counter()  # of sampling: NARROW, or why logits of all tokens were computed
         self._alphabets: dict[bytes, Alphabet] = {}  # what was used last stands last
@@ -111,10 +110,8 @@ class NarrowHead:
         given, expected = self.logits(hidden, alphabet), full[:, alphabet.tokens].float()
         if given.shape != (2, self._head.tp_size * alphabet.each):
             return "the model's logits come from elsewhere"
-        near = (
-            given[:, alphabet.columns[alphabet.tokens].long()].float() - expected
-        ).abs().max() <= TOLERANCE * full.abs().max()
-        return None if near else "the model changes some tokens' logits"
+        difference = (given[:, alphabet.columns[alphabet.tokens].long()].float() - expected).abs().max()
+        return None if difference <= TOLERANCE * full.abs().max() else "the model changes some tokens' logits"
 
     def of_list(self, key: bytes) -> Alphabet | None:
         """Return the alphabet of the passes of a list whose scores are renormalised, if the product is smaller for
@@ -198,7 +195,10 @@ class NarrowHead:
             else:
                 parts = [_product_of(run, head, bias, multiply) for run in alphabet.runs]
                 logits = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
-            logits = self._of_ranks(logits, alphabet)
+            if logits.shape[-1] < alphabet.each:
+                logits = pad(logits, (0, alphabet.each - logits.shape[-1]))
+            if self._head.tp_size > 1:
+                logits = get_tp_group().all_gather(logits, -1)
             if not spread:
                 return logits
             shape = (len(logits), self._runner.vocab_size)
@@ -209,10 +209,6 @@ class NarrowHead:
 
         with reading(product):
             yield
-
-    def _of_ranks(self, logits: Tensor, alphabet: Alphabet) -> Tensor:
-        logits = pad(logits, (0, alphabet.each - logits.shape[-1])) if logits.shape[-1] < alphabet.each else logits
-        return get_tp_group().all_gather(logits, -1) if self._head.tp_size > 1 else logits
 
     def of_nobody(self) -> contextlib.AbstractContextManager[None]:
         """While this is entered, the model's logits are those of a few tokens, other ones on each rank."""

@@ -20,9 +20,8 @@ _products: list[Product] = []
 def sampled_steps(worker: Any) -> dict[str, int]:
     """Return how many steps with answers of sets were sampled from logits of their tokens alone, and why others were
     not. Called by the engine core."""
-    sampler = getattr(compat.runner_of(worker), "sampler", None)
-    found = [one.narrow.steps for one in getattr(sampler, "logits_processors", ()) if hasattr(one, "narrow")]
-    return dict(found[0]) if found else {}
+    sets = compat.item_sets(compat.runner_of(worker))
+    return {} if sets is None else dict(sets.narrow.steps)
 
 
 @contextlib.contextmanager

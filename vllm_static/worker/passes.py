@@ -11,7 +11,7 @@ from vllm_static.worker.beam_kv import Prompt
 
 class Asked(NamedTuple):
     """A list to be made. number: its set's, in the arena. prompt: with a draft head's placeholders; its request has no
-    name until a step has it (`of`). tables: of the list, or of its races so far.
+    name until a step has it. tables: of the list, or of its races so far.
 
     states: if the draft head makes it, the hidden states of its prompt's last token and its placeholders, as far as
         they have been computed: [L + 1, hidden size].
@@ -31,9 +31,6 @@ class Asked(NamedTuple):
         widths = (spec.width,) if isinstance(spec.width, int) else spec.width
         return (spec.placeholders, self.number, widths, end, spec.renormalised, spec.k, spec.temperature)
 
-    def of(self, request: str) -> "Asked":
-        return self._replace(prompt=self.prompt._replace(request=request))
-
     @property
     def apart(self) -> "list[Asked]":
         """Return each race by itself; a list as it is."""
@@ -48,13 +45,8 @@ class Passes(NamedTuple):
     stepwise: bool
 
     @property
-    def entries(self) -> int:
-        """Beams' tokens that are kept: one of each row. The last pass is read by nobody, and yet it is written."""
-        return self.rows
-
-    @property
     def rows(self) -> int:
-        """Of all passes together."""
+        """Return the rows of all passes: each has an entry, also those of the last pass, which nobody reads."""
         return sum(rows for rows, _ in self.shapes)
 
     @property

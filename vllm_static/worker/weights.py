@@ -6,8 +6,7 @@ part in all that vLLM does with these: asynchronous copies, accepted and rejecte
 front end asks for no columns but these two, and reads them there (`front.answers`).
 """
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from itemset.serving.hooks import IMPORTED
@@ -20,23 +19,19 @@ def sample(original: Callable[..., Any], self: Any, input_batch: Any) -> Any:
     sets = next((one for one in self.sampler.logits_processors if hasattr(one, "asked_to_weigh")), None)
     if sets is None or not sets.asked_to_weigh(input_batch.idx_mapping_np):
         return original()
-    with _weighed(self, sets):
-        return original()
-
-
-@contextlib.contextmanager
-def _weighed(runner: Any, sets: Any) -> Iterator[None]:
-    """While this is entered, both samplers of a runner weigh what they sample. They leave the logits as they are."""
-    samplers = {name: getattr(runner, name) for name in ("sampler", "rejection_sampler") if getattr(runner, name)}
+    # Both samplers leave the logits as they are.
+    samplers = {name: getattr(self, name) for name in ("sampler", "rejection_sampler") if getattr(self, name)}
     for name, sampler in samplers.items():
-        setattr(runner, name, _Weighing(sampler, sets))
+        setattr(self, name, _Weighing(sampler, sets))
     try:
-        yield
+        return original()
     finally:
-        vars(runner).update(samplers)
+        vars(self).update(samplers)
 
 
 class _Weighing:
+    """A sampler that weighs what it samples."""
+
     def __init__(self, sampler: Any, sets: Any) -> None:
         self._sampler, self._sets = sampler, sets
 

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 from test_vllm_wide_lists import ROOMY, asked, by_rounds, given, off, prompt_of, runner_of, same, ways
 
-from itemset.serving.front.list_runner import best_of
+from itemset.ranking.search import ordered
 from itemset.serving.wire import REASONS, WIRE, ListResult, NoList
 
 LENGTHS = [20, 20, 20]
@@ -58,7 +58,7 @@ def test_logits_have_a_limit(engine, renormalised):
         assert made == groups or renormalised  # whose rows have one token
         assert most <= tokens
         for table in tables:
-            same([one[:2] for one in best_of(ListResult.of_table(table)).items], expected)
+            same([one[:2] for one in ordered(ListResult.of_table(table).items[0])], expected)
 
 
 def test_what_no_logits_have_room_for(engine):

@@ -27,7 +27,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
 
-from itemset.serving.front.list_runner import best_of
+from itemset.ranking.search import ordered
 from itemset.serving.wire import REASONS, EngineRequest, ListResult, ListSpec, NoList, SetRef
 from vllm_static.compat import list_params
 from vllm_static.front.engine_lists import EngineLists
@@ -59,7 +59,7 @@ def prompt_of(length: int) -> list[int]:
 
 
 def items_of(output: Any) -> list[Item]:
-    return [one[:2] for one in best_of(ListResult.of_table(output.prompt_token_id_logprobs)).items]
+    return [one[:2] for one in ordered(ListResult.of_table(output.prompt_token_id_logprobs).items[0])]
 
 
 def asked(name: str, width: Width, k: int, renormalised: bool, end: int | None = 1) -> Any:

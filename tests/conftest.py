@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from collections.abc import Iterator
 from importlib.metadata import distributions
 from pathlib import Path
@@ -20,6 +22,10 @@ from sets import NamedSet, named_options, token_sets
 
 TESTS_OF = ("engine", "inside", "live", "ranking", "refusal", "server", "weight")  # one body for both engines
 pytest.register_assert_rewrite("live", *(f"{subject}_tests" for subject in TESTS_OF))
+
+# Where Python is told to write no bytecode, every engine would compile our sources again as it starts.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # The same examples in every run of the same code. `--hypothesis-profile=explore` looks for new ones.
 settings.register_profile("explore", deadline=None, derandomize=False)

@@ -110,6 +110,8 @@ def _portable(error: Exception) -> Exception:
 if __name__ == "__main__":
     import spares
     from vllm import LLM
+    from vllm.entrypoints.launchers import app, cli_args  # noqa: F401  of servers
+    from vllm.entrypoints.launchers.api_server import app_state, entry  # noqa: F401
     from vllm.model_executor.models import registry
     from vllm.v1.worker import cpu_worker  # noqa: F401  with the models and their layers
 

@@ -32,7 +32,7 @@ settings.register_profile("explore", deadline=None, derandomize=False)
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("repeatable")
 
-STARTS_AN_ENGINE = ("test_vllm_*.py", "test_examples.py", "test_gpu_script.py")
+IMPORTS_AN_ENGINE = ("test_vllm_*.py", "test_examples.py", "test_gpu_script.py", "test_trl.py")
 
 LONGEST = (
     "test_vllm_draft_models.py", "test_gpu_code.py", "test_package.py", "test_gpu_script.py", "test_vllm_compat.py",
@@ -49,7 +49,7 @@ one compiles with Numba what almost all modules run, those after it do without."
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--quick", action="store_true", help="omit the modules that start an engine, and what is slow")
+    parser.addoption("--quick", action="store_true", help="omit the modules that import an engine, and what is slow")
 
 
 def pytest_report_header() -> str:
@@ -65,8 +65,8 @@ def pytest_report_header() -> str:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Not even imported: importing vLLM takes seconds."""
-    return True if config.getoption("--quick") and any(map(collection_path.match, STARTS_AN_ENGINE)) else None
+    """Not even imported: importing vLLM takes seconds, also by way of TRL."""
+    return True if config.getoption("--quick") and any(map(collection_path.match, IMPORTS_AN_ENGINE)) else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -48,6 +48,9 @@ def host(control: socket.socket, serve_engine: Callable[[Connection], None]) -> 
             faulthandler.register(signal.SIGUSR1, all_threads=True)
             try:
                 serve_engine(Connection(connection))
+            except SystemExit as end:
+                if isinstance(end.code, str):
+                    print(end.code, file=sys.stderr)
             except BaseException:
                 traceback.print_exc()
             finally:

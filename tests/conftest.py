@@ -38,12 +38,13 @@ LONGEST = (
     "test_vllm_draft_models.py", "test_gpu_code.py", "test_package.py", "test_gpu_script.py", "test_vllm_compat.py",
     "test_text_escape.py", "test_vllm_engine.py", "test_fuzz.py", "test_vllm_wide_lists.py", "test_vllm_thoughts.py",
     "test_vllm_beam_attention.py", "test_vllm_live.py", "test_vllm_weights.py", "test_vllm_server.py",
-    "test_vllm_inside.py", "test_vllm_drafts.py", "test_ranking_kernels.py", "test_vllm_ranking.py", "test_vllm_device.py", "test_kernels.py",
-    "test_vllm_passes.py", "test_published.py", "test_vllm_wide_draws.py", "test_vllm_plugins.py", "test_beam_draws.py",
-    "test_vllm_environment.py", "test_vllm_deployment.py", "test_vllm_features.py", "test_update.py", "test_loops.py",
-    "test_sglang_speculation.py", "test_sglang_wide_lists.py", "test_sglang_live.py", "test_sglang_server.py",
-    "test_sglang_weights.py", "test_sglang_engine.py", "test_sglang_draft_models.py", "test_sglang_inside.py",
-    "test_sglang_ranks.py", "test_sglang_compat.py", "test_sglang_device.py",
+    "test_vllm_inside.py", "test_vllm_drafts.py", "test_ranking_kernels.py", "test_vllm_ranking.py",
+    "test_vllm_device.py", "test_kernels.py", "test_vllm_passes.py", "test_published.py", "test_vllm_wide_draws.py",
+    "test_vllm_plugins.py", "test_beam_draws.py", "test_vllm_environment.py", "test_vllm_deployment.py",
+    "test_vllm_features.py", "test_update.py", "test_loops.py", "test_sglang_speculation.py",
+    "test_sglang_wide_lists.py", "test_sglang_live.py", "test_sglang_server.py", "test_sglang_weights.py",
+    "test_sglang_engine.py", "test_sglang_draft_models.py", "test_sglang_inside.py", "test_sglang_ranks.py",
+    "test_sglang_compat.py", "test_sglang_device.py",
 )  # fmt: skip
 """Modules that begin first, so that neither of two workers has a long one left when the other has none. While the first
 one compiles with Numba what almost all modules run, those after it do without."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from collections.abc import Iterator
 from importlib.metadata import distributions
 from pathlib import Path
@@ -21,29 +23,35 @@ from sets import NamedSet, named_options, token_sets
 TESTS_OF = ("engine", "inside", "live", "ranking", "refusal", "server", "weight")  # one body for both engines
 pytest.register_assert_rewrite("live", *(f"{subject}_tests" for subject in TESTS_OF))
 
+# Where Python is told to write no bytecode, every engine would compile our sources again as it starts.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 # The same examples in every run of the same code. `--hypothesis-profile=explore` looks for new ones.
 settings.register_profile("explore", deadline=None, derandomize=False)
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("repeatable")
 
-STARTS_AN_ENGINE = ("test_vllm_*.py", "test_examples.py", "test_gpu_script.py")
+IMPORTS_AN_ENGINE = ("test_vllm_*.py", "test_examples.py", "test_gpu_script.py", "test_trl.py")
 
 LONGEST = (
     "test_vllm_draft_models.py", "test_gpu_code.py", "test_package.py", "test_gpu_script.py", "test_vllm_compat.py",
-    "test_text_escape.py", "test_vllm_engine.py", "test_fuzz.py", "test_vllm_wide_lists.py",
-    "test_vllm_server.py", "test_vllm_ranking.py", "test_vllm_device.py", "test_vllm_inside.py", "test_vllm_drafts.py",
-    "test_kernels.py", "test_vllm_passes.py", "test_vllm_weights.py", "test_vllm_wide_draws.py", "test_vllm_live.py",
-    "test_vllm_beam_attention.py", "test_published.py", "test_beam_draws.py", "test_ranking_kernels.py",
-    "test_update.py", "test_sglang_live.py", "test_sglang_weights.py",
-    "test_sglang_speculation.py", "test_sglang_server.py", "test_sglang_draft_models.py", "test_sglang_wide_lists.py",
-    "test_sglang_engine.py", "test_sglang_device.py",
+    "test_text_escape.py", "test_vllm_engine.py", "test_fuzz.py", "test_vllm_wide_lists.py", "test_vllm_thoughts.py",
+    "test_vllm_beam_attention.py", "test_vllm_live.py", "test_vllm_weights.py", "test_vllm_server.py",
+    "test_vllm_inside.py", "test_vllm_drafts.py", "test_ranking_kernels.py", "test_vllm_ranking.py",
+    "test_vllm_device.py", "test_kernels.py", "test_vllm_passes.py", "test_published.py", "test_vllm_wide_draws.py",
+    "test_vllm_plugins.py", "test_beam_draws.py", "test_vllm_environment.py", "test_vllm_deployment.py",
+    "test_vllm_features.py", "test_update.py", "test_loops.py", "test_sglang_speculation.py",
+    "test_sglang_wide_lists.py", "test_sglang_live.py", "test_sglang_server.py", "test_sglang_weights.py",
+    "test_sglang_engine.py", "test_sglang_draft_models.py", "test_sglang_inside.py", "test_sglang_ranks.py",
+    "test_sglang_compat.py", "test_sglang_device.py",
 )  # fmt: skip
 """Modules that begin first, so that neither of two workers has a long one left when the other has none. While the first
 one compiles with Numba what almost all modules run, those after it do without."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--quick", action="store_true", help="omit the modules that start an engine, and what is slow")
+    parser.addoption("--quick", action="store_true", help="omit the modules that import an engine, and what is slow")
 
 
 def pytest_report_header() -> str:
@@ -59,8 +67,8 @@ def pytest_report_header() -> str:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Not even imported: importing vLLM takes seconds."""
-    return True if config.getoption("--quick") and any(map(collection_path.match, STARTS_AN_ENGINE)) else None
+    """Not even imported: importing vLLM takes seconds, also by way of TRL."""
+    return True if config.getoption("--quick") and any(map(collection_path.match, IMPORTS_AN_ENGINE)) else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -48,6 +48,9 @@ def host(control: socket.socket, serve_engine: Callable[[Connection], None]) -> 
             faulthandler.register(signal.SIGUSR1, all_threads=True)
             try:
                 serve_engine(Connection(connection))
+            except SystemExit as end:
+                if isinstance(end.code, str):
+                    print(end.code, file=sys.stderr)
             except BaseException:
                 traceback.print_exc()
             finally:
@@ -110,6 +113,8 @@ def _portable(error: Exception) -> Exception:
 if __name__ == "__main__":
     import spares
     from vllm import LLM
+    from vllm.entrypoints.launchers import app, cli_args  # noqa: F401  of servers
+    from vllm.entrypoints.launchers.api_server import app_state, entry  # noqa: F401
     from vllm.model_executor.models import registry
     from vllm.v1.worker import cpu_worker  # noqa: F401  with the models and their layers
 

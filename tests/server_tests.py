@@ -343,11 +343,11 @@ def test_a_server_with_a_bad_set_does_not_start(tiny_model: Path, dialect: Diale
     """Nor with one that does not fit the model; the last line says which, and what to do."""
     itemset.build([[5, 2112]]).save(tmp_path / "films.itemset")
     missing = "static-backend: the item set 'films' cannot be opened: missing.itemset: no such file: build it with"
-    for path, last in (
-        ("missing.itemset", missing),
-        (tmp_path / "films.itemset", "static-backend: the item set 'films'"),
+    for path, last, fresh in (
+        ("missing.itemset", missing, True),
+        (tmp_path / "films.itemset", "static-backend: the item set 'films'", False),
     ):
         flags = ("--guided-decoding-backend", "static", "--item-set", f"films={path}")
-        lines = dialect.start(tiny_model, arguments=flags).splitlines()
+        lines = dialect.start(tiny_model, arguments=flags, fresh=fresh).splitlines()
         assert lines[-1].startswith(last)
         assert not [line for line in lines[-20:] if line.startswith("Traceback")]

@@ -143,12 +143,19 @@ def start_expecting_failure(
     arguments: tuple[str, ...] = (),
     env: dict[str, str] | None = None,
     timeout: float = 120,
+    fresh: bool = False,
     **options: Any,
 ) -> str:
-    """The log of a server that refused to start. AssertionError if it starts, or has done neither in time."""
+    """The log of a server that refused to start. AssertionError if it starts, or has done neither in time.
+
+    fresh: in an interpreter of its own, as users start it, which takes ten seconds longer.
+    """
     port = free_port()
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags_of(model, port, arguments, options)]
-    return log_of_failure(ServerProcess(command, port, environment(runner) | (env or {})), timeout)
+    given, more = flags_of(model, port, arguments, options), env or {}
+    if not fresh:
+        return log_of_failure(ForkedServer(host(runner), "the server", port, given, more, timeout), timeout)
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *given]
+    return log_of_failure(ServerProcess(command, port, environment(runner) | more), timeout)
 
 
 def log_of_failure(process: Process, timeout: float) -> str:

@@ -202,6 +202,7 @@ def test_triton_agrees_with_numba(kind: dict[str, Any], monkeypatch: pytest.Monk
         assert run.compared > 10
 
 
+@pytest.mark.slow
 def test_a_round_of_triton_is_few_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[Any] = []
     for module, name in KERNELS:

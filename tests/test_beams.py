@@ -106,6 +106,7 @@ def check(beams: Beams, row: int, best: Found) -> None:
 
 @settings(max_examples=80, deadline=None)
 @given(items=item_sets(vocab_size=VOCABULARY - 1), end=st.sampled_from([None, END]), data=st.data())
+@pytest.mark.slow
 def test_the_search_on_the_host_finds_the_same(items: list[list[int]], end: int | None, data: Any) -> None:
     k, width = data.draw(st.integers(1, 12)), data.draw(WIDTHS)
     renormalised, narrow = data.draw(st.booleans()), data.draw(st.booleans())

@@ -314,6 +314,7 @@ def test_interrupted(capsys, npy, tmp_path, monkeypatch):
     assert capsys.readouterr().err == "itemset: interrupted\n"
 
 
+@pytest.mark.slow
 def test_as_a_module(sids, tmp_path):
     process = spawn("lookup", sids, "--tokens", "5,6,8")
     out, err = process.communicate(timeout=120)
@@ -324,6 +325,7 @@ def test_as_a_module(sids, tmp_path):
     assert err.startswith(b"itemset: ")
 
 
+@pytest.mark.slow
 def test_closed_pipe(tmp_path):
     items = np.full((200_000, 1), 5, dtype=np.int32)
     itemset.build(items).save(tmp_path / "many_keys.itemset")

@@ -84,6 +84,7 @@ def listed(tokens: torch.Tensor) -> list[Item]:
     return [tuple(token for token in row if token >= 0) for row in tokens.tolist()]
 
 
+KERNELS = ["auto", pytest.param("triton", marks=pytest.mark.slow)]
 ITEMS = st.lists(
     st.lists(st.integers(0, VOCABULARY - 1) | st.sampled_from([10, 11, 12, 20, 23]), min_size=1, max_size=LEVELS),
     min_size=1,
@@ -93,6 +94,7 @@ ITEMS = st.lists(
 
 @given(ITEMS, st.sampled_from(KINDS))
 @settings(max_examples=60, deadline=None)
+@pytest.mark.slow
 def test_a_beam_as_wide_as_the_set_ranks_all_items(items: list[list[int]], kind: str) -> None:
     """Items of any lengths up to the head's, and prefixes of each other. Tokens that are no codes have no score."""
     arena, number, _ = placed(items, kind)
@@ -115,7 +117,7 @@ def catalogue(count: int = 300, seed: int = 3) -> list[Item]:
     return sorted({tuple(row) for row in torch.stack(columns, 1).tolist()})
 
 
-@pytest.mark.parametrize("kernels", ["auto", "triton"])
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("width", [1, 3, 20])
 def test_a_narrow_beam_finds_items_with_their_own_scores(width: int, kernels: Any) -> None:
     items = catalogue()
@@ -131,7 +133,7 @@ def test_a_narrow_beam_finds_items_with_their_own_scores(width: int, kernels: An
         assert (scores.diff() <= 1e-5).all()
 
 
-@pytest.mark.parametrize("kernels", ["auto", "triton"])
+@pytest.mark.parametrize("kernels", KERNELS)
 def test_renormalised_scores_are_shares_of_the_legal_tokens(kernels: Any) -> None:
     """Here of all items: so they add up to one."""
     items = catalogue(40)

@@ -79,6 +79,7 @@ def refusal(path: Path, **options: Any) -> str:
 @pytest.mark.usefixtures("_small_batches")
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(item_sets(VOCAB), st.sampled_from(["int", "text", None]), st.sampled_from([0, 2**16, 2**31 - 1 - VOCAB]))
+@pytest.mark.slow
 def test_the_same_bytes_for_random_sets(tmp_path: Path, items: list[list[int]], keys: str | None, shift: int) -> None:
     ids = [[token + shift for token in item] for item in items]
     numbers = [7 * i % 31 - 5 for i in range(len(ids))]

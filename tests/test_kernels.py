@@ -130,6 +130,7 @@ def test_random_sets_triton(items: list[list[int]]) -> None:
 @given(item_sets(VOCABULARY - 4))
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @pytest.mark.usefixtures("small_constants")
+@pytest.mark.slow
 def test_random_sets_in_many_chunks(items: list[list[int]]) -> None:
     check_against_oracle(triton_kernels, items, most=6)
 

@@ -87,6 +87,7 @@ def test_items_of_one_length_take_a_pass_a_token(codes: int, width: int) -> None
 
 
 @pytest.mark.parametrize(("end", "renormalised"), [(None, False), (END, False), (END, True)])
+@pytest.mark.slow
 def test_triton_finds_the_same(end: int | None, renormalised: bool) -> None:
     """Two lists, whose rows must lie in memory as kernels expect them."""
     draw = random.Random(5)

@@ -163,6 +163,7 @@ def open_after(gate, path: str, cache: str) -> None:
     private_copies.open_copy(path, cache)
 
 
+@pytest.mark.slow
 def test_starts_at_the_same_time_and_kills_at_any_moment_leave_one_whole_copy(tmp_path, cache):
     path = save(tmp_path / "big.itemset", np.random.default_rng(0).integers(0, 2048, (200_000, 8)))
     version, chosen = itemset.trie.file.version(path), random.Random(0)

@@ -48,6 +48,7 @@ TAGS = pa.list_(pa.string())
 
 @given(ROWS, ROWS)
 @settings(max_examples=40, deadline=None)
+@pytest.mark.slow
 def test_counts_are_those_of_dicts(before: Rows, after: Rows) -> None:
     of_key = [{key: Counter(map(repr, (row for row in rows if row[1] == key))) for *_, key in keys_of(rows)}
               for rows in (before, after)]  # fmt: skip

@@ -55,6 +55,7 @@ def random_sets(seed: int) -> list[list[list[int]]]:
 
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(items=item_sets(vocab_size=VOCABULARY - 1, max_items=20), end=st.sampled_from([None, END]), data=st.data())
+@pytest.mark.slow
 def test_both_agree(small_constants: None, items: list[list[int]], end: int | None, data: Any) -> None:
     options = data.draw(st.sampled_from(SEARCHES + RACES + NARROW))
     size = {"width": data.draw(st.integers(1, 6)), "k": data.draw(st.integers(1, 6))}
@@ -82,6 +83,7 @@ def test_programs_run_in_any_order_and_in_turns(options: dict[str, Any]) -> None
 
 @pytest.mark.parametrize("options", NARROW, ids=str)
 @pytest.mark.parametrize("end", [None, END])
+@pytest.mark.slow
 def test_levels_with_tokens_of_their_own(end: int | None, options: dict[str, Any]) -> None:
     """There are logits of these alone, and of the end token after the last level. Some sets have tails, too."""
     items = [[a, 20 + b, 40 + c] for a in range(5) for b in range(3) for c in range(2)]
@@ -113,6 +115,7 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 def test_beams_below_the_bar_lead_to_nothing() -> None:
     """Their logits are not summed: high ones must not lift what follows them above the bar."""
     for seed in range(8):

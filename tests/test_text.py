@@ -290,6 +290,7 @@ def mistral(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_a_tokenizer_with_the_engines_protocol_alone(mistral):
     from vllm.tokenizers.mistral import MistralTokenizer
 

@@ -63,6 +63,7 @@ def changes(draw: st.DrawFn) -> tuple[list[Row], set[int], list[Row]]:
 
 @given(changes(), st.booleans(), st.booleans())
 @settings(max_examples=60, deadline=None)
+@pytest.mark.slow
 def test_the_bytes_of_a_build_of_what_stays_and_then_what_is_new(
     change: tuple[list[Row], set[int], list[Row]], texts: bool, attributes: bool
 ) -> None:

@@ -12,7 +12,7 @@ import spares
 from sglang.srt.entrypoints.engine import Engine
 from sglang.srt.models import registry  # noqa: F401  with all its models
 
-SPARES = 2  # for the scheduler and the detokenizer
+SPARES = 3  # for the schedulers of two ranks and the detokenizer
 
 if __name__ == "__main__":
     engine_host.load_compiled()

@@ -43,12 +43,16 @@ def start_expecting_failure(
     arguments: tuple[str, ...] = (),
     env: dict[str, str] | None = None,
     timeout: float = 120,
+    fresh: bool = False,
     **options: Any,
 ) -> str:
-    """The log of a server that refused to start. AssertionError if it starts, or has done neither in time."""
+    """The log of a server that refused to start, as `servers.start_expecting_failure` has it."""
     port = free_port()
-    command = [sys.executable, "-m", "sglang.launch_server", *flags_of(model, port, options), *arguments]
-    return log_of_failure(ServerProcess(command, port, environment() | HEALTH | (env or {})), timeout)
+    given, more = [*flags_of(model, port, options), *arguments], HEALTH | (env or {})
+    if not fresh:
+        return log_of_failure(ForkedServer(host(), "the server", port, given, more, timeout), timeout)
+    command = [sys.executable, "-m", "sglang.launch_server", *given]
+    return log_of_failure(ServerProcess(command, port, environment() | more), timeout)
 
 
 # Else every look at the server's health generates a token, and takes a second.

@@ -27,6 +27,22 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 
+def look_where_names_can_be(module: ModuleType) -> None:
+    """After each hook SGLang looks through all modules for those that imported the function by name: 40 ms, for a
+    hundred hooks in each of three processes. None imports a method so, and no library imports anything of SGLang's."""
+    whole = sys.modules
+
+    def propagate(original: Any, wrapped: Any, owner: Any) -> int:
+        if isinstance(owner, type):
+            return 0
+        module.sys = SimpleNamespace(
+            modules={name: one for name, one in whole.items() if name.partition(".")[0] in ("sglang", "sglang_static")}
+        )
+        return everywhere(original, wrapped, owner)
+
+    everywhere, module._propagate_patch = module._propagate_patch, propagate
+
+
 def stub_triton() -> None:
     """Install SGLang's stub of triton when it would on a Mac, without the rest of what it does there."""
     if PathFinder.find_spec("triton") is not None:
@@ -318,6 +334,7 @@ AFTER: dict[str, Callable[[ModuleType], None]] = {
     "sglang.srt.batch_invariant_ops.batch_invariant_ops": patch_batch_invariant_ops,
     "sglang.srt.layers.attention.torch_native_backend": patch_torch_native_backend,
     "sglang.srt.parser.reasoning_parser": add_reasoning_parser,
+    "sglang.srt.plugins.hook_registry": look_where_names_can_be,
     "sglang.srt.speculative.draft_utils": patch_draft_utils,
     "sglang.srt.speculative.eagle_utils": patch_eagle_utils,
 }

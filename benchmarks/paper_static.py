@@ -28,7 +28,7 @@ from itemset.masking.slots import Slots
 
 ROWS, TOP = 140, 50  # the paper's batch of 2 with beams of 70, and the logits that its approximate PPV looks at
 STATIC_MOST, DICT_MOST = 2 * 10**7, 10**6  # items for which the peers' memory is there on 24 GiB
-BITMAP_BITS = 27  # of the hash bitmap's places; the paper says none
+BITMAP_BITS = 30  # of the hash bitmap's places, as the authors' code has it, eight in a byte
 TOP_NAME = f"PPV top {TOP}"
 HOST = "ours, bitmask on the host"
 THEIRS, CHILDREN = "STATIC", "STATIC, children alone"
@@ -79,11 +79,17 @@ class HashBitmap:
     """A bit for the hash of each prefix. False positives are let through."""
 
     def __init__(self, items: Tensor) -> None:
-        self.bits = torch.zeros(1 << BITMAP_BITS, dtype=torch.bool, device=items.device)
+        bits = torch.zeros(1 << BITMAP_BITS, dtype=torch.uint8, device=items.device)
         value = torch.zeros(len(items), dtype=torch.int64, device=items.device)
         for depth in range(items.shape[1]):
             value = self.mixed(value, items[:, depth].long())
-            self.bits[self.place(value)] = True
+            bits[self.place(value)] = 1
+        bytes_of = bits.view(-1, 8)
+        self.bytes = sum((bytes_of[:, i] << i for i in range(1, 8)), start=bytes_of[:, 0].clone())
+
+    def holds(self, value: Tensor) -> Tensor:
+        place = self.place(value)
+        return (self.bytes[place >> 3] >> (place & 7).to(torch.uint8) & 1).bool()
 
     @staticmethod
     def mixed(value: Tensor, token: Tensor) -> Tensor:
@@ -102,7 +108,7 @@ class HashBitmap:
 
     def step(self, prefix: Tensor, logits: Tensor) -> None:
         tokens = torch.arange(logits.shape[1], device=logits.device)
-        logits.masked_fill_(~self.bits[self.place(self.mixed(prefix[:, None], tokens))], -torch.inf)
+        logits.masked_fill_(~self.holds(self.mixed(prefix[:, None], tokens)), -torch.inf)
 
 
 class DictTrie:

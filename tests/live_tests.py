@@ -210,7 +210,8 @@ def test_copies_of_versions_that_nobody_has_are_deleted(served: Served) -> None:
 
     def few() -> bool:
         served.take_up()
-        served.choice()  # an engine may hold its last request
+        for _ in range(20):  # what holds a version goes with Python's collector, after hundreds of requests
+            served.choice()
         return len(set(os.listdir(served.folder / "cache")) - {"lock", "built"}) <= sets + 1 + 1
 
     wait_for(few)

@@ -14,15 +14,7 @@ from numpy.typing import NDArray
 from itemset.building.dialects import SUFFIXES as DELIMITED
 from itemset.building.dialects import Dialect, dialect_of, is_table
 from itemset.building.items import Items, matrix_or_rows
-from itemset.building.judged import (
-    ALL,
-    DATES,
-    KEYS,
-    Judged,
-    attribute_kind,
-    converted,
-    value_kind,
-)  # fmt: skip
+from itemset.building.judged import ALL, DATES, KEYS, Judged, attribute_kind, converted, value_kind
 from itemset.building.readers import Batch, columns_of, read_delimited, read_json, read_npz, read_parquet
 from itemset.building.streams import encoding_of, format_of, guarded
 from itemset.errors import Faults, ItemSetError

@@ -1,4 +1,4 @@
-"""What subcommands share: option values, the tokenizer, the file to write, tables of names and values."""
+"""What subcommands share: option values, the tokenizer, tables of names and values."""
 
 import argparse
 import os
@@ -6,32 +6,14 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
-from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
-from itemset.storage import is_uri
 from itemset.text import load_tokenizer
 from itemset.trie.attributes import kind_of
 
 Command = Callable[[str, Callable[[argparse.Namespace], None], str, str], argparse.ArgumentParser]
 """Adds a subcommand, by its name, function, summary and example. `args.error` of its arguments is for bad usage."""
-
-
-def output_file(given: str) -> Path:
-    """Return the file to be written. Raises ItemSetError if it cannot be one."""
-    output = Path(given)
-    if is_uri(given):
-        raise ItemSetError(f"cannot write {given}: name a file of this machine, and copy it there when it is whole")
-    if output.is_dir() or not output.parent.is_dir():
-        raise ItemSetError(f"cannot write {output}: name a file in a folder that exists")
-    return output
-
-
-def unwritable(output: Path, error: OSError) -> ItemSetError:
-    """Return the error for a file that cannot be written."""
-    return ItemSetError(f"cannot write {output}: {error.strerror}: choose a folder you can write to")
 
 
 def tokenizer_of(args: argparse.Namespace, *sets: ItemSet | None) -> Any:

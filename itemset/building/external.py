@@ -202,12 +202,11 @@ def _sort(stored: Stored, connection: Any, progress: Progress) -> Iterator[Batch
     schema = pa.schema([*codec.fields, ("row", ROW), *values[keyless:]])  # by default the rows are the keys
 
     def feed() -> Iterator[pa.RecordBatch]:
-        first = 0
+        done = 0
         for rows, values in stored.take():
-            numbers = pa.array(np.arange(first, first + len(rows), dtype=np.uint32))
-            yield pa.record_batch([*codec.encode(rows), numbers, *values[keyless:]], schema=schema)
-            first += len(rows)
-            progress("sorting", first / stored.items)
+            yield pa.record_batch([*codec.encode(rows), *values], schema=schema)
+            done += len(rows)
+            progress("sorting", done / stored.items)
 
     reader = pa.RecordBatchReader.from_batches(schema, feed())
     relation = connection.from_arrow(reader).order(", ".join([*(name for name, _ in codec.fields), "row"]))

@@ -189,14 +189,15 @@ class Stored:
         self.shortest, self.longest = min(self.shortest, rows.shortest), max(self.longest, rows.longest)
 
     def take(self) -> Iterator[Batch]:
-        """Yield the batches, once: their disk space is free after the last. Rows without keys have their numbers."""
+        """Yield the batches, once, each row's number before its values. The disk space is free after the last."""
         done = 0
         with closing(self._stored() if self.again is None else self.again()) as batches:
             for items in batches:
                 rows = as_rows(items.tokens, self.vocab_size, before=done)
-                keys = pa.array(np.arange(done, done + len(rows)), ROW) if items.keys is None else items.keys
+                keys = [] if items.keys is None else [items.keys]
                 columns = [] if items.attributes is None else packed(items.attributes, self.columns).columns
-                yield rows, [keys, *(column.chunk(0) for column in columns)]
+                numbers = pa.array(np.arange(done, done + len(rows)), ROW)
+                yield rows, [numbers, *keys, *(column.chunk(0) for column in columns)]
                 done += len(rows)
 
     def _stored(self) -> Generator[Items]:

@@ -9,11 +9,10 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from numpy.typing import NDArray
 
 from itemset.building.dialects import SUFFIXES as DELIMITED
 from itemset.building.dialects import Dialect, dialect_of, is_table
-from itemset.building.items import Items, matrix_or_rows
+from itemset.building.items import Items, rows_of
 from itemset.building.judged import ALL, DATES, KEYS, Judged, attribute_kind, converted, value_kind
 from itemset.building.readers import Batch, columns_of, read_delimited, read_json, read_npz, read_parquet
 from itemset.building.streams import encoding_of, format_of, guarded
@@ -233,7 +232,7 @@ def _check_present(file: SourceFile, name: str | None, column: Any, before: int,
     return not column.null_count
 
 
-def _tokens(file: SourceFile, name: str, column: Any, before: int, faults: Faults) -> NDArray[Any] | Rows | None:
+def _tokens(file: SourceFile, name: str, column: Any, before: int, faults: Faults) -> Rows | None:
     lengths = pc.list_value_length(column).to_numpy().astype(np.int64)
     flat = column.flatten()
     if flat.null_count:
@@ -241,4 +240,4 @@ def _tokens(file: SourceFile, name: str, column: Any, before: int, faults: Fault
             row = before + int(np.searchsorted(np.cumsum(lengths), i, side="right")) + 1
             faults.add(f"{file}, row {row}: a list in column {name!r} holds a missing value, give every token id")
         return None
-    return matrix_or_rows(flat.to_numpy(), lengths)
+    return rows_of(flat.to_numpy(), lengths)

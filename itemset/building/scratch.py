@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from itemset.building.items import Items
+from itemset.building.streams import format_of
 from itemset.errors import ItemSetError
 from itemset.storage import SourceFile, files_at
 from itemset.trie.attributes import Column, packed
@@ -147,7 +148,7 @@ Batch = tuple[Rows, list[pa.Array]]
 
 def can_read_twice(files: Sequence[SourceFile]) -> bool:
     """Return whether to read token ids out of these files again is as fast as to store them."""
-    return all(file.system is None and file.suffix in (".npy", ".parquet") for file in files)
+    return all(file.system is None and format_of(file) in (".npy", ".parquet") for file in files)
 
 
 @dataclass

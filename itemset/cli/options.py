@@ -16,18 +16,16 @@ Command = Callable[[str, Callable[[argparse.Namespace], None], str, str], argpar
 """Adds a subcommand, by its name, function, summary and example. `args.error` of its arguments is for bad usage."""
 
 
-def tokenizer_of(args: argparse.Namespace, *sets: ItemSet | None) -> Any:
-    """Return the tokenizer of --tokenizer, None without. Raises ItemSetError if it is not that of these sets."""
+def tokenizer_of(args: argparse.Namespace, item_set: ItemSet | None = None) -> Any:
+    """Return the tokenizer of --tokenizer, None without. Raises ItemSetError if it is not that of the set."""
     if not args.tokenizer:
         return None
     tokenizer: Any = args.tokenizer  # a server gives its own
     if isinstance(tokenizer, str):
-        remote, revision = getattr(args, "trust_remote_code", False), getattr(args, "revision", None)
-        with _without_torch() if getattr(args, "alone", False) else nullcontext():
-            tokenizer = load_tokenizer(tokenizer, trust_remote_code=remote, revision=revision)
-    for one in sets:
-        if one is not None:
-            one.check_tokenizer(tokenizer)
+        with _without_torch() if args.alone else nullcontext():
+            tokenizer = load_tokenizer(tokenizer, trust_remote_code=args.trust_remote_code, revision=args.revision)
+    if item_set is not None:
+        item_set.check_tokenizer(tokenizer)
     return tokenizer
 
 

@@ -52,14 +52,15 @@ def names_in(file: SourceFile, dialect: Dialect, wanted: Sequence[str] = ()) -> 
 class Table:
     """The columns that are read of one or more files of a table, and the types that they have over all of these.
 
-    types: of the keys and attributes. dialects: by file. kind: of the first items that are JSON values. as_lists:
-    whether texts are lists that are written as text.
+    types, key_type: of the attributes and of the keys. dialects: by file. kind: of the first items that are JSON
+    values. as_lists: whether texts are lists that are written as text.
     """
 
     column: str
     key: str | None
     attributes: Sequence[str]
     types: dict[str, Any] = field(default_factory=dict)
+    key_type: Any = None
     dialects: dict[str, Dialect] = field(default_factory=dict)
     as_lists: bool | None = None
     kind: Any = None
@@ -91,26 +92,21 @@ class Table:
         table = Table(str(column), key, attributes, dialects=dialects, keys_only=keys_only)
         kind = format_of(files[0])
         text = bool(dialects[files[0].name].names)
-        judges = {name: Judged(name, ALL if text else DATES, attribute_kind) for name in attributes}
-        key_judge = None if key is None else Judged(key, KEYS if text else (), value_kind)
-        each = [*judges.items(), *([] if key is None or key_judge is None else [(key, key_judge)])]
+        judges = [Judged(name, ALL if text else DATES, attribute_kind) for name in attributes]
+        key_judges = [] if key is None else [Judged(key, KEYS if text else (), value_kind)]
         for file in files:
             with guarded(file):
                 if kind == ".parquet":
-                    for name, judge in each:
-                        if name in there[file.name]:
-                            judge.declare(there[file.name][name], file)
+                    for judge in (*judges, *key_judges):
+                        if judge.name in there[file.name]:
+                            judge.declare(there[file.name][judge.name], file)
                     continue
                 for values, _ in table.read(file, faults):
-                    for name, judge in each:
-                        if isinstance(values[name], pa.Array) and not is_text(values[name].type):
-                            judge.declare(values[name].type, file)
-                        elif values[name] is not None:
-                            judge.add(values[name])
+                    for judge in (*judges, *key_judges):
+                        judge.add(values[judge.name], file)
         faults.check()
-        table.types = {name: judge.attribute_type(path) for name, judge in judges.items()}
-        if key_judge is not None:
-            table.types[_KEY] = key_judge.key_type(path)
+        table.types = {judge.name: judge.attribute_type(path) for judge in judges}
+        table.key_type = key_judges[0].key_type(path) if key_judges else None
         return table
 
     def read(self, file: SourceFile, faults: Faults) -> Iterator[Batch]:
@@ -139,7 +135,7 @@ class Table:
             yield Items(items if texts else None, None if texts else items, keys, known, done, place, before - rows + 1)
 
     def _keys(self, file: SourceFile, given: Any, before: int, faults: Faults) -> pa.Array:
-        keys = converted(given, self.types[_KEY], len(given))
+        keys = converted(given, self.key_type, len(given))
         _check_present(file, self.key, keys, before, faults)
         return keys.cast(pa.large_string() if is_text(keys.type) else pa.int64())
 
@@ -184,9 +180,6 @@ class Table:
         if kinds[0] == pa.list_(pa.string()):
             return lists
         return _tokens(file, self.column, pa.array(lists, kinds[0]), before, faults)
-
-
-_KEY = "\0key"  # no column's name: a column may hold the keys and be an attribute, too
 
 
 def as_list(text: str) -> list[int] | list[str] | None:

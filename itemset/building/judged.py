@@ -40,7 +40,7 @@ class Judged:
     """The type of one column. patterns: of what its strings may be written as. kind_of: the type of a JSON value."""
 
     def __init__(self, name: str, patterns: Patterns, kind_of: Callable[[object], Any]) -> None:
-        self._name, self._kind_of = name, kind_of
+        self.name, self._kind_of = name, kind_of
         self._kinds: dict[Any, str] = {}  # and an example of each
         self._patterns = patterns  # those that all strings so far match
         self._first: Any = None  # the first string that is not missing
@@ -51,8 +51,11 @@ class Judged:
         if not pa.types.is_null(kind):
             self._kinds.setdefault(pa.string() if is_text(kind) else kind, str(where))
 
-    def add(self, values: Any) -> None:
-        """Take the column's next values: strings of Arrow, or JSON values."""
+    def add(self, values: Any, where: object) -> None:
+        """Take the column's next values: an Arrow array, JSON values, or None if a file lacks the column."""
+        if isinstance(values, pa.Array) and not is_text(values.type):
+            self.declare(values.type, where)
+            return
         if isinstance(values, list):
             present = [value for value in values if value is not None]
             for value in present:
@@ -60,7 +63,7 @@ class Judged:
             if not self._kinds.keys() <= {pa.string()}:
                 return
             values = pa.array(present, pa.string())
-        if len(values):
+        if values is not None and len(values):
             self._kinds.setdefault(pa.string(), "")
             if self._first is None and values.null_count < len(values):
                 self._first = values.drop_null()[0]
@@ -76,12 +79,12 @@ class Judged:
         kind = self._written if self._kinds.keys() <= {pa.string()} else pa.int64()
         if kind == pa.float64():
             raise ItemSetError(
-                f"{path}: keys in column {self._name!r} are floats ({self._first}, ...), write them as integers"
+                f"{path}: keys in column {self.name!r} are floats ({self._first}, ...), write them as integers"
             )
         for other, example in self._kinds.items():
             if other is None or not (is_text(other) or pa.types.is_integer(other)):
                 raise ItemSetError(
-                    f"{path}: key column {self._name!r} holds {other or example}, keys must be integers or strings"
+                    f"{path}: key column {self.name!r} holds {other or example}, keys must be integers or strings"
                 )
         return pa.string() if pa.string() in self._kinds and len(self._kinds) > 1 else kind
 
@@ -95,7 +98,7 @@ class Judged:
             return wide if len(kinds) > 1 else next(iter(kinds))
         if len(kinds) > 1 or None in kinds:
             raise ItemSetError(
-                f"{path}: the values of attribute {self._name!r} must be of one kind: bools, numbers of at most 64 "
+                f"{path}: the values of attribute {self.name!r} must be of one kind: bools, numbers of at most 64 "
                 f"bits, strings or lists of strings, not such as {', '.join(self._kinds.values())}"
             )
         return next(iter(kinds))

@@ -189,9 +189,8 @@ def _names(rows: list[list[str]], dialect: Dialect) -> list[str]:
         return []
     if dialect.header:
         return rows[0]
-    if (
-        tokens := [i for i, column in enumerate(zip(*rows, strict=False)) if all(map(_TOKENS.fullmatch, column))]
-    ) != []:
+    tokens = [i for i, column in enumerate(zip(*rows, strict=False)) if all(map(_TOKENS.fullmatch, column))]
+    if tokens:
         return ["semantic_id" if [i] == tokens else f"column{i + 1}" for i in range(len(rows[0]))]
     if dialect.delimiter == "::" and len(rows[0]) == 3 and all(row[0].isdecimal() for row in rows):
         return ["id", "title", "genres"]  # MovieLens' movies.dat

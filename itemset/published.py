@@ -28,7 +28,7 @@ from msgspec.structs import replace
 from itemset.errors import ItemSetError, ItemSetWarning
 from itemset.item_set import ItemSet
 from itemset.opening import load, verify
-from itemset.storage import incomplete, locked
+from itemset.storage import PathLike, incomplete, locked
 from itemset.trie import file as index_file
 
 KEEP = 5  # versions that a folder keeps by default
@@ -39,8 +39,6 @@ POINTER_BYTES = 1 << 23  # that are read of it: KEEP_MOST versions have fewer
 _INCOMING = "incoming"  # the copy that is being made: there is one at a time
 _NO_FOLDER = Path()
 _FILE = re.compile(r"([0-9a-f]{32})\.itemset")
-
-PathLike = str | os.PathLike[str]
 
 
 class Version(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -72,12 +70,9 @@ class _Pointer(msgspec.Struct, frozen=True):
 
 
 def publish(
-    index: PathLike,
-    folder: PathLike,
-    *,
-    keep: int = KEEP,
+    index: PathLike, folder: PathLike, *, keep: int = KEEP,
     progress: Callable[[int, int], object] = lambda nbytes, total: None,
-) -> Version:
+) -> Version:  # fmt: skip
     """Make the index file the current version of the set in `folder`, which is made if it is missing.
 
     The file is copied and may be changed afterwards. If the folder has this version already, nothing is copied; if it

@@ -9,7 +9,8 @@ from itemset.building.key_rows import Changes, changes, refuse_repeated
 from itemset.building.scratch import scratch_folder
 from itemset.errors import ItemSetError, ItemSetWarning
 from itemset.item_set import ItemSet
-from itemset.published import KEEP, POINTER, PathLike, Version, load_current, publish
+from itemset.published import KEEP, POINTER, Version, load_current, publish
+from itemset.storage import PathLike
 
 
 def publish_source(

@@ -31,7 +31,7 @@ from itemset.errors import ItemSetError
 from itemset.published import POINTER
 from itemset.serving.private_copies import folder_of
 from itemset.storage import SourceFile, file_at, is_uri, locked
-from itemset.text import decode, fingerprint, load_tokenizer
+from itemset.text import decode, fingerprint
 from itemset.trie.attributes import kind_of
 from itemset.trie.file import FORMAT, MAGIC
 
@@ -40,16 +40,14 @@ _FLAGS = ("keys_repeat", "keep_text")  # =yes
 _WORDS = ("column", "key", "attribute", "prefix", "escape", *WORDS, *_FLAGS)  # options of `itemset build`
 RULES = 3  # of how files are judged: an index that others have made is built anew
 
-Tokenizer = str | Callable[[], Any]
-"""The folder or Hugging Face name of the model's tokenizer, or what loads it as the engine does."""
 
-
-def with_indexes(options: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
+def with_indexes(options: Mapping[str, Any], tokenizer: Callable[[], Any]) -> dict[str, Any]:
     """Return the plugin's options with an index file in place of each source, built unless it is in the cache.
 
+    tokenizer: loads the model's as the engine does.
     Raises ItemSetError as `itemset build` does: an unknown option, a column that is not there, a bad item.
     """
-    tokenizer = functools.cache(tokenizer if callable(tokenizer) else functools.partial(load_tokenizer, tokenizer))
+    tokenizer = functools.cache(tokenizer)
     given = options.get("item_sets")
     cache = options.get("item_set_cache")
     if isinstance(given, Mapping):

@@ -52,11 +52,6 @@ class SourceFile:
     def __str__(self) -> str:
         return self.name
 
-    @property
-    def suffix(self) -> str:
-        """In lower case, with its dot."""
-        return PurePosixPath(self.path).suffix.lower()
-
     def open(self) -> BinaryIO:
         """Open it for reading, at any place. Raises OSError, and so do reads, whatever the file system raises."""
         if self.system is None:

@@ -102,8 +102,6 @@ def encode_pieces(
     Strings that the vocabulary does not have are parts of a text: they are joined, and the text is encoded.
     Raises ItemSetError, or adds to the faults: a value that is no string, a token that no item may hold, a bad text.
     """
-    if tokenizer is None:
-        raise ItemSetError("items that are lists of tokens need the model's tokenizer: give it")
     vocabulary, forbidden = tokenizer.get_vocab(), _forbidden_tokens(tokenizer)
     found, rows = Faults("items") if faults is None else faults, list[list[int]]()
     for position, item in enumerate(items, before):

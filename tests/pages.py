@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+from functools import partial
 from itertools import dropwhile
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from servers import wait_for
 from itemset import cli, published
 from itemset.cli.serve import named
 from itemset.source_sets import with_indexes
+from itemset.text import load_tokenizer
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -89,7 +91,8 @@ def follow(page: str, folder: Path, model: Path | str, server: Any = None, **giv
             elif code.startswith("itemset serve"):
                 name, source = named(cli.parse(shlex.split(code)[1:]).source)
                 options = {"item_sets": {name: source}, "item_set_cache": str(folder / "cache")}
-                published.publish(with_indexes(options, str(model))["item_sets"][name], folder / "sets" / name)
+                indexes = with_indexes(options, partial(load_tokenizer, str(model)))["item_sets"]
+                published.publish(indexes[name], folder / "sets" / name)
             if server is not None and ("--item-set-dir sets" in code or code.startswith("itemset serve")):
                 there = published.sets_in(folder / "sets")
                 wait_for(lambda: there <= served_by(server))  # noqa: B023

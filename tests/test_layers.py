@@ -22,7 +22,7 @@ ALLOWED = {
     "select": "errors trie item_set opening",
     "published": "errors storage trie item_set opening",
     "building": "errors text storage trie item_set",
-    "publishing": "errors item_set published building",
+    "publishing": "errors storage item_set published building",
     "masking": "errors trie item_set",
     "ranking": "errors text trie item_set masking",
     "embedded": "errors trie item_set opening select masking",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from itemset import source_sets
 from itemset.cli import build
 from itemset.errors import ItemSetError
 from itemset.serving.catalogue import with_versions
+from itemset.text import load_tokenizer
 
 TITLES = ["The red river (1961)", "A wild garden (1994)", "The last engine"]
 KEYS = [7, 3, 9]
@@ -43,7 +45,7 @@ def opened(folder, tiny_model):
 
     def opened(source: object) -> itemset.ItemSet:
         given = {"item_sets": {"films": source}, "item_set_cache": str(folder / "cache")}
-        options = source_sets.with_indexes(given, str(tiny_model))
+        options = source_sets.with_indexes(given, partial(load_tokenizer, str(tiny_model)))
         assert with_versions(options)["item_set_versions"].keys() == {"films"}
         return itemset.load(options["item_sets"]["films"])
 
@@ -53,12 +55,12 @@ def opened(folder, tiny_model):
 @pytest.mark.parametrize("source", ["films.csv", "films.jsonl", "parts", "parts/*.parquet", "films.csv?attribute=year"])
 def test_a_file_with_the_columns_that_are_plain_to_see(source, folder, opened, tiny_model):
     films = opened(f"{folder}/{source}")
-    assert films.lookup_text(TITLES, itemset.text.load_tokenizer(str(tiny_model))).tolist() == KEYS
+    assert films.lookup_text(TITLES, load_tokenizer(str(tiny_model))).tolist() == KEYS
     assert films.attributes.column_names == (["year"] if "year" in source else [])
 
 
 def test_a_table_or_a_list_of_the_process_itself(opened, tiny_model):
-    tokenizer = itemset.text.load_tokenizer(str(tiny_model))
+    tokenizer = load_tokenizer(str(tiny_model))
     for table in (pd.DataFrame(ROWS), pa.Table.from_pylist(ROWS), {"title": TITLES, "movie_id": KEYS}):
         assert opened(table).lookup_text(TITLES, tokenizer).tolist() == KEYS
     assert opened(TITLES).lookup_text(TITLES, tokenizer).tolist() == [0, 1, 2]
@@ -133,10 +135,11 @@ def test_a_value_that_is_no_source_is_judged_by_the_options(folder, opened):
 def test_flags_keep_their_order_and_index_files_stay(folder, tiny_model):
     cache = {"item_set_cache": str(folder / "cache")}
     given = {"item_sets": [f"films={folder}/films.txt", "a=b.itemset", "bad"], **cache}
-    films, *others = source_sets.with_indexes(given, str(tiny_model))["item_sets"]
+    films, *others = source_sets.with_indexes(given, partial(load_tokenizer, str(tiny_model)))["item_sets"]
     assert others == ["a=b.itemset", "bad"]
     assert len(itemset.load(films.removeprefix("films="))) == 3
-    assert source_sets.with_indexes({"item_set_path": "host"}, "none") == {"item_set_path": "host"}
+    without = {"item_set_path": "host"}
+    assert source_sets.with_indexes(without, partial(load_tokenizer, "none")) == without
     assert Path(films.removeprefix("films=")).parent == folder / "cache" / "built"
 
 
@@ -153,7 +156,7 @@ def test_flags_keep_their_order_and_index_files_stay(folder, tiny_model):
 )
 def test_columns_and_objects_of_the_process_are_read_as_what_they_are(given, items, opened, tiny_model):
     films = opened(given)
-    tokenizer = itemset.text.load_tokenizer(str(tiny_model))
+    tokenizer = load_tokenizer(str(tiny_model))
     assert {key: tokenizer.decode(films.tokens([key])[0]) for key in films.keys.to_pylist()} == items
 
 

@@ -9,20 +9,11 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from numpy.typing import NDArray
 
 from itemset.building.dialects import SUFFIXES as DELIMITED
 from itemset.building.dialects import Dialect, dialect_of, is_table
-from itemset.building.items import Items, matrix_or_rows
-from itemset.building.judged import (
-    ALL,
-    DATES,
-    KEYS,
-    Judged,
-    attribute_kind,
-    converted,
-    value_kind,
-)  # fmt: skip
+from itemset.building.items import Items, rows_of
+from itemset.building.judged import ALL, DATES, KEYS, Judged, attribute_kind, converted, value_kind
 from itemset.building.readers import Batch, columns_of, read_delimited, read_json, read_npz, read_parquet
 from itemset.building.streams import encoding_of, format_of, guarded
 from itemset.errors import Faults, ItemSetError
@@ -61,14 +52,15 @@ def names_in(file: SourceFile, dialect: Dialect, wanted: Sequence[str] = ()) -> 
 class Table:
     """The columns that are read of one or more files of a table, and the types that they have over all of these.
 
-    types: of the keys and attributes. dialects: by file. kind: of the first items that are JSON values. as_lists:
-    whether texts are lists that are written as text.
+    types, key_type: of the attributes and of the keys. dialects: by file. kind: of the first items that are JSON
+    values. as_lists: whether texts are lists that are written as text.
     """
 
     column: str
     key: str | None
     attributes: Sequence[str]
     types: dict[str, Any] = field(default_factory=dict)
+    key_type: Any = None
     dialects: dict[str, Dialect] = field(default_factory=dict)
     as_lists: bool | None = None
     kind: Any = None
@@ -100,26 +92,21 @@ class Table:
         table = Table(str(column), key, attributes, dialects=dialects, keys_only=keys_only)
         kind = format_of(files[0])
         text = bool(dialects[files[0].name].names)
-        judges = {name: Judged(name, ALL if text else DATES, attribute_kind) for name in attributes}
-        key_judge = None if key is None else Judged(key, KEYS if text else (), value_kind)
-        each = [*judges.items(), *([] if key is None or key_judge is None else [(key, key_judge)])]
+        judges = [Judged(name, ALL if text else DATES, attribute_kind) for name in attributes]
+        key_judges = [] if key is None else [Judged(key, KEYS if text else (), value_kind)]
         for file in files:
             with guarded(file):
                 if kind == ".parquet":
-                    for name, judge in each:
-                        if name in there[file.name]:
-                            judge.declare(there[file.name][name], file)
+                    for judge in (*judges, *key_judges):
+                        if judge.name in there[file.name]:
+                            judge.declare(there[file.name][judge.name], file)
                     continue
                 for values, _ in table.read(file, faults):
-                    for name, judge in each:
-                        if isinstance(values[name], pa.Array) and not is_text(values[name].type):
-                            judge.declare(values[name].type, file)
-                        elif values[name] is not None:
-                            judge.add(values[name])
+                    for judge in (*judges, *key_judges):
+                        judge.add(values[judge.name], file)
         faults.check()
-        table.types = {name: judge.attribute_type(path) for name, judge in judges.items()}
-        if key_judge is not None:
-            table.types[_KEY] = key_judge.key_type(path)
+        table.types = {judge.name: judge.attribute_type(path) for judge in judges}
+        table.key_type = key_judges[0].key_type(path) if key_judges else None
         return table
 
     def read(self, file: SourceFile, faults: Faults) -> Iterator[Batch]:
@@ -148,7 +135,7 @@ class Table:
             yield Items(items if texts else None, None if texts else items, keys, known, done, place, before - rows + 1)
 
     def _keys(self, file: SourceFile, given: Any, before: int, faults: Faults) -> pa.Array:
-        keys = converted(given, self.types[_KEY], len(given))
+        keys = converted(given, self.key_type, len(given))
         _check_present(file, self.key, keys, before, faults)
         return keys.cast(pa.large_string() if is_text(keys.type) else pa.int64())
 
@@ -195,9 +182,6 @@ class Table:
         return _tokens(file, self.column, pa.array(lists, kinds[0]), before, faults)
 
 
-_KEY = "\0key"  # no column's name: a column may hold the keys and be an attribute, too
-
-
 def as_list(text: str) -> list[int] | list[str] | None:
     """Return the list of token ids or of tokens that a text is written as, None if it is none."""
     text = text.strip()
@@ -241,7 +225,7 @@ def _check_present(file: SourceFile, name: str | None, column: Any, before: int,
     return not column.null_count
 
 
-def _tokens(file: SourceFile, name: str, column: Any, before: int, faults: Faults) -> NDArray[Any] | Rows | None:
+def _tokens(file: SourceFile, name: str, column: Any, before: int, faults: Faults) -> Rows | None:
     lengths = pc.list_value_length(column).to_numpy().astype(np.int64)
     flat = column.flatten()
     if flat.null_count:
@@ -249,4 +233,4 @@ def _tokens(file: SourceFile, name: str, column: Any, before: int, faults: Fault
             row = before + int(np.searchsorted(np.cumsum(lengths), i, side="right")) + 1
             faults.add(f"{file}, row {row}: a list in column {name!r} holds a missing value, give every token id")
         return None
-    return matrix_or_rows(flat.to_numpy(), lengths)
+    return rows_of(flat.to_numpy(), lengths)

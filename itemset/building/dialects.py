@@ -63,8 +63,8 @@ class Dialect:
         delimiter = f"{delimiter} and spaces" if self.spaced else delimiter
         return f"separated by {delimiter}, {header} header, quotes as {self.quotes}, {self.encoding}"
 
-    def rows(self, text: Any) -> Iterator[list[str]]:
-        """Yield the rows of a text, the header among them. Raises csv.Error for one that breaks the rules of quotes."""
+    def rows(self, text: Any) -> Iterator[list[str] | str]:
+        """Yield a text's rows with the header; for a row that breaks the rules of quotes, a message that says so."""
         lines = iter(text)
         for _ in range(self.skipped):
             next(lines, None)
@@ -72,7 +72,17 @@ class Dialect:
         if len(delimiter) > 1:
             lines, delimiter = map(methodcaller("replace", delimiter, _INSIDE), lines), _INSIDE
         quoting: Literal[0, 3] = csv.QUOTE_NONE if self.quotes == "text" else csv.QUOTE_MINIMAL
-        return csv.reader(lines, delimiter=delimiter, quoting=quoting, skipinitialspace=self.spaced, strict=True)
+        rows = csv.reader(lines, delimiter=delimiter, quoting=quoting, skipinitialspace=self.spaced, strict=True)
+        while True:
+            try:
+                yield next(rows)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                unclosed = "unexpected end" in str(error)
+                what = "opens a quote that is never closed" if unclosed else "has text after a closing quote"
+                inside = 'write a quote inside quotes twice (not \\"), or say that quotes are text'
+                yield f"{what} ({error}): {inside} (--quotes text, in a source ?quotes=text)"
 
 
 JUDGED = Dialect()
@@ -127,14 +137,8 @@ def dialect_of(source: SourceFile, given: Dialect, wanted: Sequence[str] = ()) -
 
 
 def _rows(dialect: Dialect, lines: Sequence[str]) -> list[list[str]]:
-    rows, reader = [], dialect.rows(io.StringIO("".join(lines), newline=""))
-    while True:
-        try:
-            rows.append(next(reader))
-        except csv.Error:  # which the reading of the whole file names
-            continue
-        except StopIteration:
-            return [row for row in rows if row]
+    rows = dialect.rows(io.StringIO("".join(lines), newline=""))
+    return [row for row in rows if row and not isinstance(row, str)]  # a bad one is named when the file is read
 
 
 def _delimiter(source: SourceFile, lines: Sequence[str], kind: str, dialect: Dialect) -> str:
@@ -185,9 +189,8 @@ def _names(rows: list[list[str]], dialect: Dialect) -> list[str]:
         return []
     if dialect.header:
         return rows[0]
-    if (
-        tokens := [i for i, column in enumerate(zip(*rows, strict=False)) if all(map(_TOKENS.fullmatch, column))]
-    ) != []:
+    tokens = [i for i, column in enumerate(zip(*rows, strict=False)) if all(map(_TOKENS.fullmatch, column))]
+    if tokens:
         return ["semantic_id" if [i] == tokens else f"column{i + 1}" for i in range(len(rows[0]))]
     if dialect.delimiter == "::" and len(rows[0]) == 3 and all(row[0].isdecimal() for row in rows):
         return ["id", "title", "genres"]  # MovieLens' movies.dat

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import numpy as np
 import pyarrow as pa
@@ -28,7 +28,7 @@ from itemset.building.scratch import (  # isort: skip
 )  # fmt: skip
 from itemset.errors import Faults, ItemSetError
 from itemset.item_set import ItemSet, Origin
-from itemset.storage import files_at
+from itemset.storage import PathLike, files_at
 from itemset.text import Escape, Lossy, identify
 from itemset.trie.attributes import Survey, Writer
 from itemset.trie.keys import Keys, are_row_numbers, in_item_order
@@ -40,7 +40,6 @@ _OVERHEAD = 1 << 29  # bytes that Python, its libraries and the batches in fligh
 _BATCH_TOKENS = 1 << 21
 _BATCH_KEYS = 1 << 20
 
-Result = TypeVar("Result")
 Progress = Callable[[str, float], None]
 
 
@@ -59,9 +58,8 @@ class Source(TypedDict, total=False):
 
 
 def build_external(
-    path: str | os.PathLike[str], *, before: ItemSet | None = None, memory: int | None = None,
-    folder: str | os.PathLike[str] | None = None, progress: Progress = lambda stage, share: None,
-    **source: Unpack[Source],
+    path: PathLike, *, before: ItemSet | None = None, memory: int | None = None, folder: PathLike | None = None,
+    progress: Progress = lambda stage, share: None, **source: Unpack[Source],
 ) -> ItemSet:  # fmt: skip
     """Build the set of a file's items, byte for byte the one that `sources.read` and `build` or `build_text` make.
 
@@ -122,7 +120,7 @@ def _built(stored: Stored, encoding: Encoding, memory: int, folder: Path, progre
     return ItemSet(trie, keys, origin, duplicates=stored.items - trie.items, attributes=section)
 
 
-def _interruptible(work: Callable[[], Result], connection: Any) -> Result:
+def _interruptible(work: Callable[[], "_Merged"], connection: Any) -> "_Merged":
     """Return the result of `work`, done in a thread of its own.
 
     Ctrl-C reaches only the main thread. DuckDB, and code that DuckDB calls, would take it for a failure of their own.
@@ -140,11 +138,7 @@ def _interruptible(work: Callable[[], Result], connection: Any) -> Result:
 
 
 def _store(
-    path: str | os.PathLike[str],
-    read: Callable[[], Generator[Items]],
-    encoding: Encoding,
-    folder: Path,
-    progress: Progress,
+    path: PathLike, read: Callable[[], Generator[Items]], encoding: Encoding, folder: Path, progress: Progress
 ) -> Stored:
     files = files_at(path)
     stored = Stored(nameless_file(folder), encoding.limit, path, files)
@@ -202,12 +196,11 @@ def _sort(stored: Stored, connection: Any, progress: Progress) -> Iterator[Batch
     schema = pa.schema([*codec.fields, ("row", ROW), *values[keyless:]])  # by default the rows are the keys
 
     def feed() -> Iterator[pa.RecordBatch]:
-        first = 0
+        done = 0
         for rows, values in stored.take():
-            numbers = pa.array(np.arange(first, first + len(rows), dtype=np.uint32))
-            yield pa.record_batch([*codec.encode(rows), numbers, *values[keyless:]], schema=schema)
-            first += len(rows)
-            progress("sorting", first / stored.items)
+            yield pa.record_batch([*codec.encode(rows), *values], schema=schema)
+            done += len(rows)
+            progress("sorting", done / stored.items)
 
     reader = pa.RecordBatchReader.from_batches(schema, feed())
     relation = connection.from_arrow(reader).order(", ".join([*(name for name, _ in codec.fields), "row"]))

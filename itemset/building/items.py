@@ -17,14 +17,14 @@ from itemset.trie.rows import Rows, as_rows
 class Items:
     """Consecutive items, N of them: either `texts` or `tokens`, the other is None.
 
-    texts: N strings, or N lists of strings that are a token each. tokens: integer matrix [N, L], or Rows if lengths
-    differ. keys: int64 or large_string array [N], None if no key was asked for. attributes: a table of N rows, None if
-    none were asked for. done: share of all files up to the last of these items. place, first: what errors call the
-    items, and the number of the first.
+    texts: N strings, or N lists of strings that are a token each. tokens: N rows of token ids. keys: int64 or
+    large_string array [N], None if no key was asked for. attributes: a table of N rows, None if none were asked for.
+    done: share of all files up to the last of these items. place, first: what errors call the items, and the number of
+    the first.
     """
 
     texts: list[str] | list[list[str]] | None = None
-    tokens: NDArray[Any] | Rows | None = None
+    tokens: Rows | None = None
     keys: pa.Array | None = None
     attributes: pa.Table | None = None
     done: float = 1.0
@@ -99,18 +99,13 @@ def joined_items(parts: list[Items]) -> Items:
     if parts[0].texts is not None:
         texts: Any = [text for part in parts for text in part.texts or ()]
         return Items(texts, None, keys, attributes)
-    flat, lengths = zip(*(_flat(part.tokens) for part in parts if part.tokens is not None), strict=True)
-    return Items(None, matrix_or_rows(np.concatenate(flat), np.concatenate(lengths)), keys, attributes)
+    rows = [part.tokens for part in parts if part.tokens is not None]
+    lengths = np.concatenate([np.diff(one.offsets) for one in rows])
+    return Items(None, rows_of(np.concatenate([one.tokens for one in rows]), lengths), keys, attributes)
 
 
-def _flat(items: NDArray[Any] | Rows) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    if isinstance(items, Rows):
-        return items.tokens, np.diff(items.offsets)
-    return items.reshape(-1), np.full(len(items), items.shape[1])
-
-
-def matrix_or_rows(tokens: NDArray[Any], lengths: NDArray[np.int64]) -> NDArray[Any] | Rows:
-    """Return a matrix [N, L] if all items have one length, else Rows."""
-    if (lengths == lengths[0]).all():
-        return tokens.reshape(len(lengths), lengths[0])
-    return Rows(tokens, np.concatenate((np.zeros(1, np.int64), np.cumsum(lengths))))
+def rows_of(tokens: NDArray[Any], lengths: NDArray[np.int64]) -> Rows:
+    """Return N items of these lengths, whose tokens stand one after another."""
+    if lengths[0] and (lengths == lengths[0]).all():
+        return Rows(tokens, width=int(lengths[0]))
+    return Rows(tokens, np.append(0, np.cumsum(lengths)))

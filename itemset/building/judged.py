@@ -26,25 +26,6 @@ KEYS = ((pa.int64(), f"^{_INTEGER}$"), (pa.float64(), r"^-?[0-9]+\.0+$"))
 Patterns = tuple[tuple[Any, str], ...]
 
 
-class Written:
-    """The first of some types that all strings of a column are written as. first: the first that is not missing."""
-
-    def __init__(self, types: Patterns) -> None:
-        self.left = list(types)
-        self.first: Any = None
-
-    def add(self, strings: Any) -> None:
-        """Take the next chunk of the column; missing values are of any type."""
-        if self.first is None and strings.null_count < len(strings):
-            self.first = strings.drop_null()[0]
-        self.left = [(kind, pattern) for kind, pattern in self.left if _is_written_as(strings, kind, pattern)]
-
-    @property
-    def type(self) -> Any:
-        """Return the type, a string if there is none or if every value is missing."""
-        return self.left[0][0] if self.first is not None and self.left else pa.string()
-
-
 def _is_written_as(strings: Any, kind: Any, pattern: str) -> bool:
     if not pc.all(pc.match_substring_regex(strings, pattern)).as_py():
         return False
@@ -59,9 +40,10 @@ class Judged:
     """The type of one column. patterns: of what its strings may be written as. kind_of: the type of a JSON value."""
 
     def __init__(self, name: str, patterns: Patterns, kind_of: Callable[[object], Any]) -> None:
-        self._name, self._kind_of = name, kind_of
+        self.name, self._kind_of = name, kind_of
         self._kinds: dict[Any, str] = {}  # and an example of each
-        self._written = Written(patterns)
+        self._patterns = patterns  # those that all strings so far match
+        self._first: Any = None  # the first string that is not missing
 
     def declare(self, kind: Any, where: object) -> None:
         """Take the type that a file declares."""
@@ -69,8 +51,11 @@ class Judged:
         if not pa.types.is_null(kind):
             self._kinds.setdefault(pa.string() if is_text(kind) else kind, str(where))
 
-    def add(self, values: Any) -> None:
-        """Take the column's next values: strings of Arrow, or JSON values."""
+    def add(self, values: Any, where: object) -> None:
+        """Take the column's next values: an Arrow array, JSON values, or None if a file lacks the column."""
+        if isinstance(values, pa.Array) and not is_text(values.type):
+            self.declare(values.type, where)
+            return
         if isinstance(values, list):
             present = [value for value in values if value is not None]
             for value in present:
@@ -78,42 +63,45 @@ class Judged:
             if not self._kinds.keys() <= {pa.string()}:
                 return
             values = pa.array(present, pa.string())
-        if len(values):
+        if values is not None and len(values):
             self._kinds.setdefault(pa.string(), "")
-            self._written.add(values)
+            if self._first is None and values.null_count < len(values):
+                self._first = values.drop_null()[0]
+            self._patterns = tuple(one for one in self._patterns if _is_written_as(values, *one))
 
     @property
-    def kinds(self) -> set[Any]:
-        """Return the types that there are."""
-        return set(self._kinds)
+    def _written(self) -> Any:
+        """Return the first type that all strings are written as, a string if there is none or all are missing."""
+        return self._patterns[0][0] if self._first is not None and self._patterns else pa.string()
 
     def key_type(self, path: object) -> Any:
         """Return the type of keys: integers if all are, else strings. Raises ItemSetError if some are neither."""
-        kind = self._written.type if self.kinds <= {pa.string()} else pa.int64()
+        kind = self._written if self._kinds.keys() <= {pa.string()} else pa.int64()
         if kind == pa.float64():
             raise ItemSetError(
-                f"{path}: keys in column {self._name!r} are floats ({self._written.first}, ...), write them as integers"
+                f"{path}: keys in column {self.name!r} are floats ({self._first}, ...), write them as integers"
             )
         for other, example in self._kinds.items():
             if other is None or not (is_text(other) or pa.types.is_integer(other)):
                 raise ItemSetError(
-                    f"{path}: key column {self._name!r} holds {other or example}, keys must be integers or strings"
+                    f"{path}: key column {self.name!r} holds {other or example}, keys must be integers or strings"
                 )
-        return pa.string() if pa.string() in self.kinds and len(self._kinds) > 1 else kind
+        return pa.string() if pa.string() in self._kinds and len(self._kinds) > 1 else kind
 
     def attribute_type(self, path: object) -> Any:
         """Return the type of an attribute. Raises ItemSetError if its values are of several kinds."""
-        if self.kinds <= {pa.string()}:
-            return self._written.type
-        if all(kind is not None and (pa.types.is_integer(kind) or pa.types.is_floating(kind)) for kind in self.kinds):
-            wide = pa.float64() if any(map(pa.types.is_floating, self.kinds)) else pa.int64()
-            return wide if len(self.kinds) > 1 else next(iter(self.kinds))
-        if len(self.kinds) > 1 or None in self.kinds:
+        kinds = self._kinds.keys()
+        if kinds <= {pa.string()}:
+            return self._written
+        if all(kind is not None and (pa.types.is_integer(kind) or pa.types.is_floating(kind)) for kind in kinds):
+            wide = pa.float64() if any(map(pa.types.is_floating, kinds)) else pa.int64()
+            return wide if len(kinds) > 1 else next(iter(kinds))
+        if len(kinds) > 1 or None in kinds:
             raise ItemSetError(
-                f"{path}: the values of attribute {self._name!r} must be of one kind: bools, numbers of at most 64 "
+                f"{path}: the values of attribute {self.name!r} must be of one kind: bools, numbers of at most 64 "
                 f"bits, strings or lists of strings, not such as {', '.join(self._kinds.values())}"
             )
-        return next(iter(self.kinds))
+        return next(iter(kinds))
 
 
 def value_kind(value: object) -> Any:

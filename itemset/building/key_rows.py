@@ -10,10 +10,9 @@ from numpy.typing import NDArray
 
 from itemset.errors import ItemSetError, shown
 from itemset.item_set import ItemSet
+from itemset.storage import PathLike
 from itemset.text import decode
 from itemset.trie.attributes import as_attributes, kind_of
-
-PathLike = str | os.PathLike[str]
 
 
 class Changes(NamedTuple):
@@ -67,16 +66,14 @@ def _rows(s: ItemSet, numbers: NDArray[np.int64], by_key: bool) -> pa.Table:
 
 def _counted(of_both: list[pa.Table], values: list[str], folder: PathLike | None) -> tuple[int, int, int, int]:
     key = "key" if of_both[0]["key"].type == of_both[1]["key"].type else "CAST(key AS VARCHAR) AS key"
-    chosen, names = (
-        ", ".join([key, "item", *values]),
-        ", ".join(["key", "item", *(f"v{i}" for i in range(len(values)))]),
-    )
+    chosen = ", ".join([key, "item", *values])
     with _connection(folder) as connection:
         for name, rows in zip(("before", "after"), of_both, strict=True):
             connection.register(f"rows_{name}", rows)
         (counts,) = connection.execute(f"""
             WITH given AS (SELECT {chosen}, -1 side FROM rows_before UNION ALL SELECT {chosen}, 1 side FROM rows_after),
-            summed AS (SELECT key, sum(side) <> 0 s, max(side) > 0 now, min(side) < 0 was FROM given GROUP BY {names}),
+            summed AS (SELECT * EXCLUDE (side), sum(side) <> 0 s, max(side) > 0 now, min(side) < 0 was
+                       FROM given GROUP BY ALL),
             by_key AS (SELECT bool_or(s) other, bool_or(now) now, bool_or(was) was FROM summed GROUP BY key)
             SELECT count_if(NOT now), count_if(NOT was), count_if(now AND was AND other), count_if(NOT other)
             FROM by_key

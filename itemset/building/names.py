@@ -9,20 +9,8 @@ _ITEMS = ("item", "title", "name", "label", "text", "semantic_id", "semantic_ids
 _LAST_ITEMS = ("url", "category", "class")
 _KEYS = ("id", "key", "sku", "asin", "isbn", "isbn13", "isbn10", "ean", "upc", "gtin", "uuid", "guid")
 _OWN = {
-    "item",
-    "product",
-    "article",
-    "movie",
-    "film",
-    "book",
-    "song",
-    "track",
-    "news",
-    "video",
-    "game",
-    "doc",
-    "document",
-}
+    "item", "product", "article", "movie", "film", "book", "song", "track", "news", "video", "game", "doc", "document",
+}  # fmt: skip
 _FOREIGN = {
     "category", "parent", "brand", "user", "customer", "seller", "vendor", "supplier", "store", "shop", "genre",
     "author", "artist", "album", "publisher", "director", "type", "class", "session", "order", "region", "country",

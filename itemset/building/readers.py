@@ -1,6 +1,5 @@
 """The named columns of a table in a file, as they stand there: delimited text, JSON, Parquet, NumPy archives."""
 
-import csv
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -34,8 +33,7 @@ def read_delimited(source: SourceFile, dialect: Dialect, names: Sequence[str], f
     at = [(name, dialect.names.index(name)) for name in names if name in dialect.names]
     width, header, rows, batch = len(dialect.names), dialect.header, 0, list[list[str]]()
     with text_of(source, str(dialect.encoding)) as (text, share):
-        reader = dialect.rows(text)
-        for row in _rows(reader):
+        for row in dialect.rows(text):
             if header and row:
                 header = False
             elif row:
@@ -54,20 +52,6 @@ def read_delimited(source: SourceFile, dialect: Dialect, names: Sequence[str], f
 
 
 _OTHER_WAYS = "correct it, or say how fields are separated and quoted (--delimiter, --quotes, in a source ?quotes=text)"
-
-
-def _rows(reader: Iterator[list[str]]) -> Iterator[list[str] | str]:
-    """Yield a table's rows, and in place of one that breaks the rules of quotes what is wrong."""
-    while True:
-        try:
-            yield next(reader)
-        except StopIteration:
-            return
-        except csv.Error as error:
-            unclosed = "unexpected end" in str(error)
-            what = "opens a quote that is never closed" if unclosed else "has text after a closing quote"
-            inside = 'write a quote inside quotes twice (not \\"), or say that quotes are text'
-            yield f"{what} ({error}): {inside} (--quotes text, in a source ?quotes=text)"
 
 
 def _strings(

@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from itemset.building.items import Items
+from itemset.building.streams import format_of
 from itemset.errors import ItemSetError
 from itemset.storage import SourceFile, files_at
 from itemset.trie.attributes import Column, packed
@@ -147,7 +148,7 @@ Batch = tuple[Rows, list[pa.Array]]
 
 def can_read_twice(files: Sequence[SourceFile]) -> bool:
     """Return whether to read token ids out of these files again is as fast as to store them."""
-    return all(file.system is None and file.suffix in (".npy", ".parquet") for file in files)
+    return all(file.system is None and format_of(file) in (".npy", ".parquet") for file in files)
 
 
 @dataclass
@@ -189,14 +190,15 @@ class Stored:
         self.shortest, self.longest = min(self.shortest, rows.shortest), max(self.longest, rows.longest)
 
     def take(self) -> Iterator[Batch]:
-        """Yield the batches, once: their disk space is free after the last. Rows without keys have their numbers."""
+        """Yield the batches, once, each row's number before its values. The disk space is free after the last."""
         done = 0
         with closing(self._stored() if self.again is None else self.again()) as batches:
             for items in batches:
                 rows = as_rows(items.tokens, self.vocab_size, before=done)
-                keys = pa.array(np.arange(done, done + len(rows)), ROW) if items.keys is None else items.keys
+                keys = [] if items.keys is None else [items.keys]
                 columns = [] if items.attributes is None else packed(items.attributes, self.columns).columns
-                yield rows, [keys, *(column.chunk(0) for column in columns)]
+                numbers = pa.array(np.arange(done, done + len(rows)), ROW)
+                yield rows, [numbers, *keys, *(column.chunk(0) for column in columns)]
                 done += len(rows)
 
     def _stored(self) -> Generator[Items]:

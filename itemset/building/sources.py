@@ -19,6 +19,7 @@ from itemset.building.readers import BLOCK_BYTES
 from itemset.building.streams import COMPRESSIONS, encoding_of, format_of, guarded, line_blocks, not_decoded
 from itemset.errors import Faults, ItemSetError
 from itemset.storage import SourceFile, files_at
+from itemset.trie.rows import Rows
 
 _NPY_BATCH_BYTES = 1 << 24
 _PICKLES = (".pkl", ".pickle", ".pt", ".pth", ".joblib")
@@ -152,7 +153,7 @@ def _read_npy(file: SourceFile, dialect: Dialect, faults: Faults) -> Iterator[It
         # Copied out of a mapping of its own: pages that were read stay in memory as long as their mapping.
         # One that is elsewhere is in memory as a whole, and read once.
         part = np.array((_map_npy(file) if file.system is None else matrix)[start : start + rows], order="C")
-        tokens = part.astype(part.dtype.newbyteorder("="), copy=False)
+        tokens = Rows(part.astype(part.dtype.newbyteorder("="), copy=False).reshape(-1), width=part.shape[1])
         yield Items(tokens=tokens, done=min(1.0, (start + rows) / items), place=f"{file}, row {{}}", first=start + 1)
 
 

@@ -18,19 +18,10 @@ from itemset.building.key_rows import changes, refuse_repeated
 from itemset.building.names import item_column, key_column
 from itemset.building.progress import build_bar
 from itemset.building.scratch import scratch_folder
-from itemset.cli.options import (
-    Command,
-    add_tokenizer,
-    facts,
-    output_file,
-    positive,
-    print_table,
-    size,
-    tokenizer_of,
-    unwritable,
-)  # fmt: skip
+from itemset.cli.options import Command, add_tokenizer, facts, positive, print_table, size, tokenizer_of
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
+from itemset.storage import is_uri
 from itemset.trie.keys import are_row_numbers
 
 
@@ -96,8 +87,18 @@ def _add_columns(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--encoding", metavar="E", help="of a text file, such as latin-1 (default: UTF-8)")
 
 
+def _output_file(given: str) -> Path:
+    """Return the file to be written. Raises ItemSetError if it cannot be one."""
+    output = Path(given)
+    if is_uri(given):
+        raise ItemSetError(f"cannot write {given}: name a file of this machine, and copy it there when it is whole")
+    if output.is_dir() or not output.parent.is_dir():
+        raise ItemSetError(f"cannot write {output}: name a file in a folder that exists")
+    return output
+
+
 def build(args: argparse.Namespace) -> None:
-    output = output_file(args.output)
+    output = _output_file(args.output)
     if output.exists() and os.path.exists(args.source) and output.samefile(args.source):
         raise ItemSetError(f"{output} is the source itself: give the index file another name")
     start, taken = time.perf_counter(), taken_of(args)
@@ -117,7 +118,7 @@ def write_index(args: argparse.Namespace, output: Path, before: ItemSet | None =
             os.replace(folder / output.name, output)
             progress("writing", 1.0)
     except OSError as error:
-        raise unwritable(output, error) from error
+        raise ItemSetError(f"cannot write {output}: {error.strerror}: choose a folder you can write to") from error
     return s
 
 
@@ -177,7 +178,7 @@ def update(args: argparse.Namespace) -> None:
     """Write the index of a set with items removed and added."""
     if bool(args.source) == bool(args.add or args.remove) or (not args.source and (args.attribute or args.keep_text)):
         args.error("update needs --add, --remove or both, or --from alone, which takes --attribute and --keep-text")
-    output = output_file(args.output)
+    output = _output_file(args.output)
     start = time.perf_counter()
     before = itemset.load(args.file)
     if args.source:

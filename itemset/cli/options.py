@@ -1,4 +1,4 @@
-"""What subcommands share: option values, the tokenizer, the file to write, tables of names and values."""
+"""What subcommands share: option values, the tokenizer, tables of names and values."""
 
 import argparse
 import os
@@ -6,12 +6,9 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
-from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
-from itemset.storage import is_uri
 from itemset.text import load_tokenizer
 from itemset.trie.attributes import kind_of
 
@@ -19,33 +16,16 @@ Command = Callable[[str, Callable[[argparse.Namespace], None], str, str], argpar
 """Adds a subcommand, by its name, function, summary and example. `args.error` of its arguments is for bad usage."""
 
 
-def output_file(given: str) -> Path:
-    """Return the file to be written. Raises ItemSetError if it cannot be one."""
-    output = Path(given)
-    if is_uri(given):
-        raise ItemSetError(f"cannot write {given}: name a file of this machine, and copy it there when it is whole")
-    if output.is_dir() or not output.parent.is_dir():
-        raise ItemSetError(f"cannot write {output}: name a file in a folder that exists")
-    return output
-
-
-def unwritable(output: Path, error: OSError) -> ItemSetError:
-    """Return the error for a file that cannot be written."""
-    return ItemSetError(f"cannot write {output}: {error.strerror}: choose a folder you can write to")
-
-
-def tokenizer_of(args: argparse.Namespace, *sets: ItemSet | None) -> Any:
-    """Return the tokenizer of --tokenizer, None without. Raises ItemSetError if it is not that of these sets."""
+def tokenizer_of(args: argparse.Namespace, item_set: ItemSet | None = None) -> Any:
+    """Return the tokenizer of --tokenizer, None without. Raises ItemSetError if it is not that of the set."""
     if not args.tokenizer:
         return None
     tokenizer: Any = args.tokenizer  # a server gives its own
     if isinstance(tokenizer, str):
-        remote, revision = getattr(args, "trust_remote_code", False), getattr(args, "revision", None)
-        with _without_torch() if getattr(args, "alone", False) else nullcontext():
-            tokenizer = load_tokenizer(tokenizer, trust_remote_code=remote, revision=revision)
-    for one in sets:
-        if one is not None:
-            one.check_tokenizer(tokenizer)
+        with _without_torch() if args.alone else nullcontext():
+            tokenizer = load_tokenizer(tokenizer, trust_remote_code=args.trust_remote_code, revision=args.revision)
+    if item_set is not None:
+        item_set.check_tokenizer(tokenizer)
     return tokenizer
 
 

@@ -20,7 +20,7 @@ from sglang_static.front.version_watcher import follower_of
 
 _BODY = {"": WORDS, STRUCTURED: (CHOICE,)}
 _WITHIN = tuple(word for word in WORDS if word != STRUCTURED)
-_ASKING = (REFERENCE, CHOICE, *SELECTION, SLATE, WEIGHT, LOGPROBS, DRAWS, LIST_AFTER)
+_ASKING = (REFERENCE, CHOICE, *SELECTION, SLATE, *request_fields.OF_ANSWERS, DRAWS, LIST_AFTER)
 _OWN = tuple(dict.fromkeys((*_ASKING, LIST, *request_fields.OPTIONS, *request_fields.DRAWN)))
 _OPENAI = _BODY | {CUSTOM: _WITHIN, "response_format": ("schema",)}
 _OPENAI_DRAWS = ("/v1/completions", "/v1/chat/completions")

@@ -11,12 +11,12 @@ from itemset.serving.front import request_fields
 from itemset.serving.front.http_bodies import body
 from itemset.serving.front.lost_fields import holds_sets, undisguised
 from itemset.serving.front.request import ItemRequest, candidates, refuse_beside, wants_candidates, wants_draws
-from itemset.serving.front.request_fields import BEAMS, CHOICE, CUSTOM, LOGPROBS, REFERENCE, SELECTION, SLATE, WEIGHT
+from itemset.serving.front.request_fields import BEAMS, CHOICE, CUSTOM, REFERENCE, SELECTION, SLATE
 from sglang_static import compat
 
 CARRIED = "item_set_list"
 """Attribute of the `GenerateReqInput` that asks for a list in one request: its EngineRequest."""
-_WORDS = (REFERENCE, CHOICE, SLATE, WEIGHT, LOGPROBS, *SELECTION)
+_WORDS = (REFERENCE, CHOICE, SLATE, *request_fields.OF_ANSWERS, *SELECTION)
 _OF_LIST = (request_fields.LIST, request_fields.LIST_AFTER, *request_fields.OPTIONS)
 KINDS = {"json_schema": JSON, "ebnf": EBNF, "structural_tag": TAG}
 """The constraints, in `sampling_params`, in which item sets can stand."""
@@ -79,7 +79,9 @@ def asked(params: Mapping[str, Any], fields: Mapping[str, Any], *, ranked: bool)
         message = "beam_width would ignore the item set here: leave it out, and use n for several answers"
         raise RefusedError("beam search", message, "beam_width")
     stated = constraint_of(params, fields) if request is None else None
-    return request if stated is None else ItemRequest(constraint=stated)
+    return (
+        request if stated is None else ItemRequest(constraint=stated, attributes=request_fields.attributes_asked(given))
+    )
 
 
 def _of_draws(params: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:

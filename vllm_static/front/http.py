@@ -10,6 +10,7 @@ from itemset.serving.front import http_bodies, lost_fields, request_fields
 from itemset.serving.front.lost_fields import constraints_of, disguised, holds_sets, refuse_loose_tools, refuse_lost
 from itemset.serving.front.request import ItemRequest, wants_draws, with_beams
 from itemset.serving.front.request_fields import (
+    ATTRIBUTES,
     BEAMS,
     CHOICE,
     DRAWS,
@@ -25,7 +26,7 @@ from vllm_static.front.front_end import follow
 from vllm_static.front.request import constraint_of, judge, put
 from vllm_static.metrics import PATH, refresh
 
-_OWN = (REFERENCE, GUIDED, *SELECTION, SLATE, request_fields.WEIGHT, request_fields.LOGPROBS)
+_OWN = (REFERENCE, GUIDED, *SELECTION, SLATE, *request_fields.OF_ANSWERS)
 _DRAWING = ("/v1/completions", "/v1/chat/completions")
 _RENDER = "/render"  # the end of endpoints' names
 _EXTRA_ARGS = f"{request_fields.PARAMS}.extra_args"
@@ -154,8 +155,8 @@ def with_item_set(params: Any) -> Any:
             if body.unlimited:
                 params.max_tokens = None  # in place of 16
         params = put(params, body.judged)
-    elif (slate := (request.model_extra or {}).get(SLATE)) is not None:
-        params.extra_args = {**(params.extra_args or {}), SLATE: slate}
+    elif said := {word: value for word in (SLATE, ATTRIBUTES) if (value := (request.model_extra or {}).get(word))}:
+        params.extra_args = {**(params.extra_args or {}), **said}
     given = constraint_of(params)
     reached = given is not None and (given[0] == SLATE or mentions(given[1]))
     refuse_lost(body.stated, reached=reached)
@@ -186,7 +187,7 @@ def _judged(request: Any, *, k: int | None, draws: bool) -> ItemRequest | None:
     brings = structured is not None and structured.choice is not None
     if body.brings_choice and not brings:
         raise _lost_choice()
-    ours = (REFERENCE, *SELECTION, SLATE, request_fields.WEIGHT, request_fields.LOGPROBS, request_fields.LIST_AFTER)
+    ours = (REFERENCE, *SELECTION, SLATE, *request_fields.OF_ANSWERS, request_fields.LIST_AFTER)
     if not brings and not any((place or {}).get(word) is not None for place in (fields, extra_args) for word in ours):
         return None
     judged = judge(extra_args, structured, fields, k=k, draws=draws)

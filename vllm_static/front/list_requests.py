@@ -24,11 +24,11 @@ from itemset.serving.front.answer_fields import item_logprobs, told_of
 from itemset.serving.front.http_bodies import body, no_body
 from itemset.serving.front.list_runner import AbortedError, run_together
 from itemset.serving.front.request import THOUGHT, ItemRequest
-from itemset.serving.front.request_fields import OPTIONS, REFERENCE, wrong_type
+from itemset.serving.front.request_fields import ATTRIBUTES, OPTIONS, REFERENCE, wrong_type
 from vllm_static import compat
 from vllm_static.v1 import model_runner
 
-_OF_DRAW = {"exact", "weight", "accepted", "candidates"}
+_IN_SOME = {"attributes", "keys_attributes", "exact", "weight", "accepted", "candidates"}
 ABORT = "abort"  # vLLM's word for why an answer ended
 _NEAR = 8  # tokens before an item that its text may depend on
 
@@ -44,6 +44,7 @@ class RankingParams(BeamSearchParams, kw_only=True):  # type: ignore[call-arg]
     renormalised: bool = False
     max_passes: int | None = None
     without_end: bool = False
+    item_attributes: bool | Sequence[str] = False
 
     def __post_init__(self) -> None:
         """Raises RefusedError for an option that is given twice, with different values."""
@@ -53,7 +54,7 @@ class RankingParams(BeamSearchParams, kw_only=True):  # type: ignore[call-arg]
     def merged(self) -> dict[str, Any]:
         """Return `extra_args` with what the fields say beside it. Raises RefusedError as the construction does."""
         extra = dict(self.extra_args or {})
-        for name in (REFERENCE, *OPTIONS):
+        for name in (REFERENCE, *OPTIONS, ATTRIBUTES):
             value = getattr(self, name)
             if value is not None and value is not False and extra.setdefault(name, value) != value:
                 raise wrong_type(f"{name} is {value!r}, and in extra_args {extra[name]!r}: give one", name)
@@ -173,7 +174,7 @@ def offline(
     after = [[[*item.tokens, end_token] for item in best.items] for best in results]
     texts = _texts(tokenizer, [one.prompt for one in lists], after, skip_special_tokens=params.skip_special_tokens)
     items = iter(_decoded(tokenizer, [item.tokens for one in results for item in one.items], skip_special_tokens=False))
-    entries = described(results, lists[0].job.item_set, lists[0].job.of_set) if lists else []
+    entries = described(results, lists[0].job.item_set, lists[0].job.of_set, lists[0].job.names) if lists else []
     outputs = []
     for i, best in enumerate(results):
         sequences: list[Any] = []
@@ -188,7 +189,7 @@ def offline(
                 finish_reason="stop",
                 stop_reason=end_token,
             )
-            for name in ("key", "keys", *(_OF_DRAW & entry.keys())):
+            for name in ("key", "keys", *(_IN_SOME & entry.keys())):
                 setattr(sequence, name, entry[name])
             sequence.item_text = next(items)  # without the prompt and the end token
             sequence.item_set_version = entry.get("item_set_version")
@@ -244,7 +245,7 @@ def candidates(
     lists = [RankedList(front_end, request, prompt, end_token) for request, prompt in given]
     outputs = []
     for i, (best, logs) in enumerate(zip(*_results(llm, front_end, lists, **options), strict=True)):
-        (entries,) = described([best], lists[i].job.item_set, lists[i].job.of_set)
+        (entries,) = described([best], lists[i].job.item_set, lists[i].job.of_set, lists[i].job.names)
         texts = _decoded(tokenizer, [item.tokens for item in best.items], skip_special_tokens=False)
         made = lists[i].outputs(zip(best.items, entries, texts, strict=True), logs)
         outputs.append(_output(str(next(llm.request_counter)), inputs[i], made))
@@ -380,7 +381,7 @@ async def online(
         yield _output(request_id, prompt, none)
         return
     items: list[tuple[Any, Any, str]] = []
-    async for part in lists.entries(best, made.job.item_set, made.job.of_set):
+    async for part in lists.entries(best, made.job.item_set, made.job.of_set, made.job.names):
         rows = [item.tokens for item, _ in part]
         texts = _decoded(tokenizer, rows, skip_special_tokens=False)
         items += [(item, entry, text) for (item, entry), text in zip(part, texts, strict=True)]

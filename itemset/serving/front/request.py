@@ -10,7 +10,8 @@ from itemset.serving.catalogue import InlineSet, RefusedError
 from itemset.serving.front import request_fields as fields
 
 from itemset.serving.front.request_fields import (  # isort: skip
-    BEAMS, DRAWS, LIST, LIST_AFTER, LOGPROBS, REFERENCE, SLATE, WEIGHT, DrawOptions, ListOptions, wrong_type,
+    ATTRIBUTES, BEAMS, DRAWS, LIST, LIST_AFTER, LOGPROBS, REFERENCE, SLATE, WEIGHT, DrawOptions, ListOptions,
+    wrong_type,
 )  # fmt: skip
 from itemset.serving.wire import WIRE
 from itemset.text import Escape
@@ -35,7 +36,8 @@ class ItemRequest:
 
     item_set: the name of a registered set. choice: the texts of an inline set. item_filter, exclude_keys, only_keys:
     see `views.view`. escape: of an inline set's texts, see `itemset.build_text`. weighed: WEIGHT or LOGPROBS, if its
-    answers say these. constraint: in place of a set the kind and the text of one in which sets may stand. made: the set
+    answers say these. attributes: names of those that they say, or true for all.
+    constraint: in place of a set the kind and the text of one in which sets may stand. made: the set
     or the constraint, once it is made. after: what ends a thought before its list, see LIST_AFTER; marker: its tokens;
     ended: that thought, whose list is asked for now.
     """
@@ -49,6 +51,7 @@ class ItemRequest:
     only_keys: list[Any] | None = field(default=None, repr=False)
     escape: Escape | None = None
     weighed: str = ""
+    attributes: Sequence[str] | bool = False
     constraint: tuple[str, Any] | None = field(default=None, repr=False)
     made: "InlineSet | Constraint | None" = field(default=None, repr=False)
     after: str | bool = False
@@ -63,6 +66,11 @@ class ItemRequest:
     def wanted(self) -> int:
         """Return how many items its list has, or its draws."""
         return self.ranked.k if self.ranked is not None else self.drawn.n if self.drawn is not None else 1
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Return the names of its attributes, once it has its set."""
+        return () if isinstance(self.attributes, bool) else self.attributes
 
     @property
     def chooses(self) -> bool:
@@ -89,6 +97,7 @@ class ItemRequest:
         if after := _list_after(given, alone=has_set and k is None and not drawn):
             k = given[LIST]
         weighed = _weighed(given, has_set, ranked=k is not None or drawn)
+        attributes = fields.attributes_asked(given)
         if given.get(SLATE) is not None:
             _refuse_beside_slate(given, has_set or other, ranked=k is not None)
             return None
@@ -97,6 +106,8 @@ class ItemRequest:
         if not has_set:
             if draws and drawn:
                 raise wrong_type(f"{DRAWS} draws items of a set: name the set as {REFERENCE}", DRAWS)
+            if attributes and not other:
+                raise wrong_type(fields.NO_ATTRIBUTES, ATTRIBUTES)
             for key in islice(given, fields.COMPARED):
                 if key != REFERENCE and fields.nearest(key, (REFERENCE,)):
                     raise wrong_type(f"{where} has no {shown(key)}: name the set as {REFERENCE}", REFERENCE)
@@ -111,10 +122,11 @@ class ItemRequest:
             )
         check_options(given, ranked=k is not None and not drawn, drawn=drawn)
         name, choice = named[0] if named else None, choices[0] if choices else None
+        common = {"weighed": weighed, "attributes": attributes, **selection}
         if drawn:
-            return cls(name, choice, drawn=DrawOptions.of(given[DRAWS], given), weighed=weighed, **selection)
+            return cls(name, choice, drawn=DrawOptions.of(given[DRAWS], given), **common)
         ranked = None if k is None else ListOptions.of(k, given)
-        return cls(name, choice, ranked, weighed=weighed, after=after, **selection)
+        return cls(name, choice, ranked, after=after, **common)
 
 
 THOUGHT = "thought"
@@ -224,7 +236,7 @@ def check_options(given: Mapping[str, Any], *, ranked: bool, drawn: bool = False
         raise RefusedError("beam search", message, LIST)
     for key in (*islice(given, fields.COMPARED), *given.keys() & {*fields.OPTIONS, *fields.DRAWN}):
         meant = None if drawn and key == fields.CANDIDATES else fields.ELSEWHERE.get(key)
-        words = (*fields.OPTIONS, BEAMS, *fields.SELECTION, *fields.DRAWN, WEIGHT, LOGPROBS, LIST_AFTER)
+        words = (*fields.OPTIONS, BEAMS, *fields.SELECTION, *fields.DRAWN, *fields.OF_ANSWERS, LIST_AFTER)
         word = meant or fields.nearest(key, words)
         if word not in (None, key):
             raise wrong_type(f"there is no field {shown(key)}: did you mean {word}?", key)

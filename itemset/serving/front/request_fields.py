@@ -37,7 +37,12 @@ RACE_BEAMS, FEWEST_BEAMS = 16, 4  # of a race with replacement: by default, and 
 WEIGHT = "return_set_weight"
 """Asks a sampled answer for the probability of its set along the way: see `answer_fields.Expected`."""
 
+ATTRIBUTES = "item_attributes"
+"""Asks for attributes of the items in answers: their names, or true for all."""
 LOGPROBS = wire.LOGPROBS
+NO_ATTRIBUTES = f"{ATTRIBUTES} are of the items of a registered set: name the set as {REFERENCE}, or omit it"
+OF_ANSWERS = (WEIGHT, LOGPROBS, ATTRIBUTES)
+"""What answers are to say of items besides their keys."""
 LIST = "list"
 """In the parameters of `generate`: its `n` candidates are the n best items. DRAWS there may be true: n draws. Beside
 LIST_AFTER: how many items the list has."""
@@ -45,7 +50,7 @@ LIST_AFTER = "list_after"
 """The text that ends a sampled answer, a thought, after which a list is made; or true, at the end of its reasoning."""
 MOST_MARKER = 100  # characters of it
 
-WORDS = (REFERENCE, CHOICE, STRUCTURED, GUIDED, *SELECTION, SLATE, DRAWS, DRAW, WEIGHT, LOGPROBS, LIST_AFTER)
+WORDS = (REFERENCE, CHOICE, STRUCTURED, GUIDED, *SELECTION, SLATE, DRAWS, DRAW, *OF_ANSWERS, LIST_AFTER)
 EDITS = 2
 """A key this many edits from a word, after folding case, - and _, is taken for it: a person meant the word."""
 COMPARED = 200
@@ -105,6 +110,16 @@ def refuse_tools(body: Mapping[str, Any]) -> None:
 def wrong_type(message: str, param: str | None = None) -> RefusedError:
     """Return the error for a field of another type or name."""
     return RefusedError("wrong type", message, param)
+
+
+def attributes_asked(given: Mapping[str, Any]) -> Sequence[str] | bool:
+    """Return the attributes that a request asks for: names, or whether all. Raises RefusedError for another type."""
+    asked = given.get(ATTRIBUTES)
+    if isinstance(asked, list | tuple) and asked and all(isinstance(name, str) for name in asked):
+        return tuple(dict.fromkeys(asked))
+    if asked is None or isinstance(asked, bool):
+        return bool(asked)
+    raise wrong_type(f"{ATTRIBUTES} must be true, or a list of names of attributes, not {shown(asked)}", ATTRIBUTES)
 
 
 def nearest(key: str, words: tuple[str, ...]) -> str | None:

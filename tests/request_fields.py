@@ -52,6 +52,7 @@ BAD_SELECTIONS: list[tuple[dict[str, Any], str]] = [
     (of(item_attributes="tag"), "item_attributes must be true, or a list of names of attributes, not 'tag'"),
     ({"item_set": "one", "item_attributes": True}, "item_attributes: there is no attribute: the set has none"),
     ({"item_attributes": True}, "item_attributes are of the items of a registered set: name the set as item_set"),
+    (of(item_atributes=["tag"]), "there is no field item_atributes: send item_attributes"),
     (of(filter={"tag": 1}), "there is no field 'filter': did you mean item_filter?"),
     (of(item_fliter={"tag": 1}), "there is no field item_fliter: send item_filter"),
 ]

@@ -130,11 +130,9 @@ def of_items(item_set: ItemSet, items: Sequence[Sequence[int]], names: Sequence[
 
 
 def described(
-    lists: Sequence[Found],
-    item_set: ItemSet,
-    of_set: Mapping[str, Any] = MappingProxyType({}),
+    lists: Sequence[Found], item_set: ItemSet, of_set: Mapping[str, Any] = MappingProxyType({}),
     names: Sequence[str] = (),
-) -> list[list[dict[str, Any]]]:
+) -> list[list[dict[str, Any]]]:  # fmt: skip
     """Return an answer's fields for each item of some lists: its own, its keys, those of its list and `of_set`.
 
     names: of attributes. What the set says of all items is looked up together.

@@ -10,7 +10,6 @@ from itemset.serving.front import http_bodies, lost_fields, request_fields
 from itemset.serving.front.lost_fields import constraints_of, disguised, holds_sets, refuse_loose_tools, refuse_lost
 from itemset.serving.front.request import ItemRequest, wants_draws, with_beams
 from itemset.serving.front.request_fields import (
-    ATTRIBUTES,
     BEAMS,
     CHOICE,
     DRAWS,
@@ -27,6 +26,7 @@ from vllm_static.front.request import constraint_of, judge, put
 from vllm_static.metrics import PATH, refresh
 
 _OWN = (REFERENCE, GUIDED, *SELECTION, SLATE, *request_fields.OF_ANSWERS)
+_OF_CONSTRAINTS = (SLATE, request_fields.ATTRIBUTES)
 _DRAWING = ("/v1/completions", "/v1/chat/completions")
 _RENDER = "/render"  # the end of endpoints' names
 _EXTRA_ARGS = f"{request_fields.PARAMS}.extra_args"
@@ -155,7 +155,7 @@ def with_item_set(params: Any) -> Any:
             if body.unlimited:
                 params.max_tokens = None  # in place of 16
         params = put(params, body.judged)
-    elif said := {word: value for word in (SLATE, ATTRIBUTES) if (value := (request.model_extra or {}).get(word))}:
+    elif said := {word: one for word in _OF_CONSTRAINTS if (one := (request.model_extra or {}).get(word)) is not None}:
         params.extra_args = {**(params.extra_args or {}), **said}
     given = constraint_of(params)
     reached = given is not None and (given[0] == SLATE or mentions(given[1]))

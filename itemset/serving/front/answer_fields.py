@@ -115,11 +115,14 @@ class ExpectedItems:
         composite.read(tokens)
         text = b"".join(self.vocabulary.bytes[token] for token in tokens if 0 <= token < self.vocabulary.size)
         paths = json_paths(text) if self.constraint.kind == JSON else {}
-        return {"items": [self._item(one, text, paths.get(one.begin)) for one in composite.found]}
+        told, found = dict[int, dict[str, Any]](), composite.found
+        for made in self.constraint.sets:  # what one says of all its items is looked up together
+            at = [i for i, one in enumerate(found) if self.constraint.holes[one.hole].made.reference == made.reference]
+            told |= zip(at, of_items(made.item_set, [found[i].tokens for i in at], self.names), strict=True)
+        return {"items": [self._item(one, text, paths.get(one.begin), told[i]) for i, one in enumerate(found)]}
 
-    def _item(self, found: Found, text: bytes, path: str | None) -> dict[str, Any]:
+    def _item(self, found: Found, text: bytes, path: str | None, own: dict[str, Any]) -> dict[str, Any]:
         hole = self.constraint.holes[found.hole]
-        (own,) = of_items(hole.made.item_set, [found.tokens], self.names)
         shown = text[found.begin : found.end].decode("utf-8", "replace")
         if hole.place.quoted:
             shown = json.loads(f'"{shown}"', strict=False)

@@ -29,9 +29,8 @@ from itemset.text import encode
 class ListJob(NamedTuple):
     """A ranked list, or the draws of one prompt, that is to be made.
 
-    of_set: what its answer says of the set, names: which attributes of items.
-    carried: what the request carries by which the engine makes it; None if
-    rounds of requests must.
+    of_set: what its answer says of the set; names: which attributes of items. carried: what the request carries by
+    which the engine makes it; None if rounds of requests must.
     """
 
     item_set: ItemSet

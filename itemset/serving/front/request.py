@@ -10,8 +10,7 @@ from itemset.serving.catalogue import InlineSet, RefusedError
 from itemset.serving.front import request_fields as fields
 
 from itemset.serving.front.request_fields import (  # isort: skip
-    ATTRIBUTES, BEAMS, DRAWS, LIST, LIST_AFTER, LOGPROBS, REFERENCE, SLATE, WEIGHT, DrawOptions, ListOptions,
-    wrong_type,
+    BEAMS, DRAWS, LIST, LIST_AFTER, LOGPROBS, REFERENCE, SLATE, WEIGHT, DrawOptions, ListOptions, wrong_type,
 )  # fmt: skip
 from itemset.serving.wire import WIRE
 from itemset.text import Escape
@@ -36,10 +35,9 @@ class ItemRequest:
 
     item_set: the name of a registered set. choice: the texts of an inline set. item_filter, exclude_keys, only_keys:
     see `views.view`. escape: of an inline set's texts, see `itemset.build_text`. weighed: WEIGHT or LOGPROBS, if its
-    answers say these. attributes: names of those that they say, or true for all.
-    constraint: in place of a set the kind and the text of one in which sets may stand. made: the set
-    or the constraint, once it is made. after: what ends a thought before its list, see LIST_AFTER; marker: its tokens;
-    ended: that thought, whose list is asked for now.
+    answers say these. attributes: names of those that they say, or true for all. constraint: in place of a set the kind
+    and the text of one in which sets may stand. made: the set or the constraint, once it is made. after: what ends a
+    thought before its list, see LIST_AFTER; marker: its tokens; ended: that thought, whose list is asked for now.
     """
 
     item_set: str | None = None
@@ -101,13 +99,13 @@ class ItemRequest:
         if given.get(SLATE) is not None:
             _refuse_beside_slate(given, has_set or other, ranked=k is not None)
             return None
+        if attributes and not named and (choices or not other):  # of a constraint it is known later
+            raise wrong_type(fields.NO_ATTRIBUTES, fields.ATTRIBUTES)
         selection = {word: given[word] for word in fields.SELECTION if given.get(word) is not None}
         _check_selection(selection, named, choices)
         if not has_set:
             if draws and drawn:
                 raise wrong_type(f"{DRAWS} draws items of a set: name the set as {REFERENCE}", DRAWS)
-            if attributes and not other:
-                raise wrong_type(fields.NO_ATTRIBUTES, ATTRIBUTES)
             for key in islice(given, fields.COMPARED):
                 if key != REFERENCE and fields.nearest(key, (REFERENCE,)):
                     raise wrong_type(f"{where} has no {shown(key)}: name the set as {REFERENCE}", REFERENCE)

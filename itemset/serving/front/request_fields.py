@@ -119,7 +119,9 @@ def attributes_asked(given: Mapping[str, Any]) -> Sequence[str] | bool:
         return tuple(dict.fromkeys(asked))
     if asked is None or isinstance(asked, bool):
         return bool(asked)
-    raise wrong_type(f"{ATTRIBUTES} must be true, or a list of names of attributes, not {shown(asked)}", ATTRIBUTES)
+    raise wrong_type(
+        f"{ATTRIBUTES} must be true, or a list of one or more of their names; it is {shown(asked)}", ATTRIBUTES
+    )
 
 
 def nearest(key: str, words: tuple[str, ...]) -> str | None:

@@ -27,6 +27,7 @@ Result = TypeVar("Result")
 class Item:
     """An item of a set: its key, None if nobody has said it; its text; in lists and draws its score, a log-probability,
     and all its keys, of which `key` is the first. version: of a published set, by which the answer was made.
+    attributes: of its key, if the request asked for them (`item_attributes`).
 
     `Item["films"]` is the type of a Pydantic field that holds an item of the set `films`.
     """
@@ -36,6 +37,7 @@ class Item:
     score: float | None = None
     keys: tuple[int | str, ...] = field(default=(), compare=False, repr=False)
     version: str | None = field(default=None, compare=False, repr=False)
+    attributes: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def __class_getitem__(cls, item_set: Sets) -> Any:
         return Annotated[cls, Of(item_set)]
@@ -147,7 +149,7 @@ def read(model: type[Model], choice: Any) -> Model:
     except ValueError:
         return model.model_validate_json(text)
     for item in (choice.model_extra or {}).get("items") or ():
-        _put(value, item["path"], Item(item["key"], item["text"]))
+        _put(value, item["path"], _as_told(item, item["text"]))
     return model.model_validate(value)
 
 
@@ -202,5 +204,10 @@ def _item(choice: Any) -> Item:
         raise ValueError(
             f"the answer {text!r:.60} is no whole item: max_tokens or a stop string has cut it, or an abort"
         )
+    return _as_told(item, text)
+
+
+def _as_told(item: Mapping[str, Any], text: str) -> Item:
     key, score = item.get("key"), item.get("score", item.get("logprob"))
-    return Item(key, text, score, tuple(item.get("keys") or (key,)), item.get("item_set_version"))
+    keys, version = tuple(item.get("keys") or (key,)), item.get("item_set_version")
+    return Item(key, text, score, keys, version, item.get("attributes") or {})

@@ -3,6 +3,7 @@
 import functools
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,6 +51,8 @@ class ItemSet:
         """Those arrays of the tables that it shares with no base, by name."""
         self._keys = keys
         self._attributes = attributes
+        self.rows_of: tuple[ItemSet, NDArray[np.int64]] | None = None
+        """Of a set that was selected from another by keys: that set, and the place of each of `keys` in it."""
         self._digest = digest
         self.duplicates = duplicates
         """Items of the input that equal an earlier one."""
@@ -170,6 +173,23 @@ class ItemSet:
         items: as for `build`. Raises ItemSetError for the first that is no item of the set.
         """
         return self._keys.every(self._numbered(items))
+
+    @property
+    def attribute_schema(self) -> pa.Schema:
+        """Return the names and types of the attributes that `attributes_of` reads."""
+        return (self.whole.rows_of or (self,))[0].attributes.schema
+
+    def attributes_of(self, items: Any, names: Sequence[str]) -> list[list[dict[str, Any]]]:
+        """Return of each item the attributes of each of its keys, in the order of `keys_of`, as JSON has them.
+
+        items: as for `build`. names: of attributes; those that the set has not are omitted. Raises ItemSetError for the
+        first that is no item of the set.
+        """
+        places, counts = self._keys.places_at(self._numbered(items))
+        of, at = self.whole.rows_of or (self, None)
+        table = of.attributes.select([name for name in names if name in of.attributes.column_names])
+        each = iter(attribute_columns.rows_at(table, places if at is None else at[places]))
+        return [list(islice(each, count)) for count in counts]
 
     def _numbered(self, items: Any) -> NDArray[np.int64]:
         """Return the number of each item. Raises ItemSetError for the first that is no item of the set."""

@@ -57,12 +57,41 @@ def check(server: Any) -> None:
     drawn = draw(client, "films", "A film: ", n=3, seed=1, max_passes=200, approximate=True)
     assert len(drawn) == 3
     assert known(drawn)
+    _check_attributes(client)
     with pytest.raises(BadRequestError, match="did you mean 'films'"):
         rank(client, "flims", "A film: ")
     with pytest.raises(ValueError, match="start the server with --item-set"):
         choose(client, [], "p", extra_body={"structured_outputs": None})
     _check_fields(client)
     asyncio.run(_check_async(server))
+
+
+def _check_attributes(client: Any) -> None:
+    """Answers say them on request, however their items were found; of a filter's items those of the key that passed."""
+    columns = {"year": lambda key: 1960 + key, "region": lambda key: "DE" if key % 2 else "FR", "in_stock": bool}
+    for names in (True, ["year"], ["in_stock", "region"]):
+        more: dict[str, Any] = {"item_attributes": names}
+        drawing = {"seed": 1, "max_passes": 200, "approximate": True}
+        found = [
+            *rank(client, "films", "A film: ", n=3, **more),
+            *draw(client, "films", MESSAGES, n=2, **drawing, **more),
+        ]
+        found += rank(client, "films", "A film: ", n=3, item_filter=LATE, exclude_keys=[12], **more)
+        found += [*choose(client, "films", MESSAGES, n=2, only_keys=[3, 5], **more)]
+        found += [choose(client, "films", "A film: ", item_filter=LATE, **more)]
+        tip = fill(client, Pick, MESSAGES, temperature=0, **more)
+        slate = {"slate": {"item_set": "films", "n": 2}, **more}
+        answer = client.completions.create(model="", prompt="Films: ", max_tokens=80, extra_body=slate)
+        told = {one["key"]: one["attributes"] for one in answer.choices[0].model_extra["items"]}
+        told |= {item.key: item.attributes for item in [*found, tip.late]}
+        wanted = columns if names is True else names
+        assert told == {key: {name: columns[name](key) for name in wanted} for key in told}
+    assert rank(client, "films", "A film: ", n=1)[0].attributes == {}
+    slate = {"slate": {"item_set": "films", "n": 2}, "item_attributes": ["price"]}
+    with pytest.raises(BadRequestError, match=r'no attribute .*the set has "year" .integer., "region"'):
+        client.completions.create(model="", prompt="Films: ", extra_body=slate)
+    with pytest.raises(BadRequestError, match="item_attributes are of the items of a registered set"):
+        client.completions.create(model="", prompt="Films: ", extra_body={"item_attributes": True})
 
 
 def _check_whole(client: Any) -> None:

@@ -59,11 +59,13 @@ SELECTIONS: list[tuple[dict[str, Any], Callable[[int], object]]] = [
 
 def test_requests_choose_among_the_items(engine):
     """By filters, exclusions and candidates, and of a view; all in one batch, and again when they are known."""
-    words = [asked("tagged") | words for words, _ in SELECTIONS] * 4
+    words = [asked("tagged", item_attributes=["tag"]) | words for words, _ in SELECTIONS] * 4
     for _ in range(2):
         answers = engine.ask(prompts(len(words)), words)
         for answer, (_, keeps) in zip(answers, SELECTIONS * 4, strict=True):
             assert answer.item in {tuple(item) for i, item in enumerate(tagged_items()) if keeps(i)}
+            told = answer.said["item"]
+            assert told["attributes"] == {"tag": tagged_keys().index(told["key"]) % 3}
         assert len({answer.item for answer in answers}) > 10
 
 

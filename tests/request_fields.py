@@ -47,6 +47,12 @@ BAD_SELECTIONS: list[tuple[dict[str, Any], str]] = [
     (of(only_keys=["none"]), "no item is left: only_keys leaves 0 keys"),
     (of(only_keys=[]), "no item is left: only_keys leaves 0 keys"),
     (of(only_keys=["a"] * 10_001), "only_keys has 10,001 keys, the limit is 10,000"),
+    (of(item_attributes=["tag", "tga"]), "there is no attribute 'tga': the set has \"tag\" (integer)"),
+    (of(item_attributes=[]), "item_attributes must be true, or a list of one or more of their names; it is a list"),
+    (of(item_attributes="tag"), "item_attributes must be true, or a list of one or more of their names; it is 'tag'"),
+    ({"item_set": "one", "item_attributes": True}, "item_attributes: there is no attribute: the set has none"),
+    ({"item_attributes": True}, "item_attributes are of the items of a registered set: name the set as item_set"),
+    (of(item_atributes=["tag"]), "there is no field item_atributes: send item_attributes"),
     (of(filter={"tag": 1}), "there is no field 'filter': did you mean item_filter?"),
     (of(item_fliter={"tag": 1}), "there is no field item_fliter: send item_filter"),
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,43 @@ def test_every_key_keeps_its_row(items: list[list[int]]) -> None:
     again = itemset.from_bytes(s.to_bytes())
     assert rows_of(s) == rows_of(again) == [rows[key] for key in s.keys.to_pylist()]
     assert s.digest == itemset.build(items).digest
+
+
+TOLD: dict[str, tuple[Any, list[Any]]] = {
+    "int": ([3, None, -(1 << 60), 0], [3, None, -(1 << 60), 0]),
+    "float": ([1.5, float("nan"), float("inf"), None], [1.5, None, None, None]),
+    "text": (["é", None, "", "x"], ["é", None, "", "x"]),
+    "many": (pa.array(["é", None, "", "x"], pa.string_view()), ["é", None, "", "x"]),
+    "flag": ([True, None, False, True], [True, None, False, True]),
+    "day": ([DAY, None, datetime.date(1969, 1, 1), DAY], ["2026-11-14", None, "1969-01-01", "2026-11-14"]),
+    "time": (
+        pa.array([0, None, -1_500, 86_400_000], pa.timestamp("ms")),
+        ["1970-01-01T00:00:00.000", None, "1969-12-31T23:59:58.500", "1970-01-02T00:00:00.000"],
+    ),
+    "zone": (
+        pa.array([0, None, 3_600, 1], pa.timestamp("s", "Europe/Vienna")),
+        ["1970-01-01T00:00:00Z", None, "1970-01-01T01:00:00Z", "1970-01-01T00:00:01Z"],
+    ),
+    "lists": ([["a", "b"], None, [], ["a"]], [["a", "b"], None, [], ["a"]]),
+}
+"""Columns, and what answers say of their values."""
+
+
+@pytest.mark.parametrize("dictionary", [4, 1])
+@pytest.mark.parametrize("rows", [2, 1 << 20])
+def test_what_answers_say(monkeypatch: pytest.MonkeyPatch, rows: int, dictionary: int) -> None:
+    """As JSON has it, whatever batches the rows lie in, each key with its own; and in no other set's order."""
+    monkeypatch.setattr(attribute_columns, "BATCH_ROWS", rows)
+    monkeypatch.setattr(attribute_columns, "MAX_DICTIONARY", dictionary)
+    items, keys = [[5, 6], [1], [5, 6], [2, 9]], ["d", "c", "b", "a"]
+    s = itemset.build(items, keys=keys, attributes={name: column for name, (column, _) in TOLD.items()})
+    each = [{name: said[i] for name, (_, said) in TOLD.items()} for i in range(4)]
+    json.dumps(s.attributes_of([[2, 9], [5, 6], [1], [2, 9]], list(TOLD)), allow_nan=False)
+    expected = [[each[3]], [each[0], each[2]], [each[1]], [each[3]]]
+    assert s.attributes_of([[2, 9], [5, 6], [1], [2, 9]], list(TOLD)) == expected
+    assert s.attributes_of([[1]], ["flag", "none", "int"]) == [[{"flag": None, "int": None}]]
+    assert s.attributes_of([], ["flag"]) == []
+    assert itemset.view(s, only_keys=["b", "c"]).attributes_of([[5, 6]], ["int"]) == [[{"int": -(1 << 60)}]]
 
 
 @pytest.mark.parametrize(

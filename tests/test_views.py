@@ -116,6 +116,8 @@ def test_filters_exclusions_and_candidates_by_key(items: list[list[int]], data: 
     for i in left:
         same = [keys[k] for k in left if items[k] == items[i]]
         assert seen.keys_of([items[i]]) == [same]
+        told = [{"half": halves[k], "region": regions[k]} for k in left if items[k] == items[i]]
+        assert seen.attributes_of([items[i]], ["half", "region"]) == [told]
         assert list(seen.lookup([items[i]])) == same[:1]
         assert (seen.find(items[i]) or ("",))[0] == same[0]
         assert seen.tokens([keys[i]]) == [items[i]]

@@ -120,19 +120,26 @@ def check_widths(width: Width) -> None:
     check_positive(width=width if isinstance(width, int) else min(width, default=0))
 
 
+def of_items(item_set: ItemSet, items: Sequence[Sequence[int]], names: Sequence[str]) -> list[dict[str, Any]]:
+    """Return what a set says of items: the key and all keys. With names, also the attributes of the key, and of each of
+    several keys."""
+    told: list[dict[str, Any]] = [{"key": keys[0], "keys": keys} for keys in item_set.keys_of(items)]
+    for one, each in zip(told, item_set.attributes_of(items, names), strict=True) if names else ():
+        one |= {"attributes": each[0]} | ({"keys_attributes": each} if len(each) > 1 else {})
+    return told
+
+
 def described(
-    lists: Sequence[Found], item_set: ItemSet, of_set: Mapping[str, Any] = MappingProxyType({})
-) -> list[list[dict[str, Any]]]:
+    lists: Sequence[Found], item_set: ItemSet, of_set: Mapping[str, Any] = MappingProxyType({}),
+    names: Sequence[str] = (),
+) -> list[list[dict[str, Any]]]:  # fmt: skip
     """Return an answer's fields for each item of some lists: its own, its keys, those of its list and `of_set`.
 
-    The keys of all of them are looked up together.
+    names: of attributes. What the set says of all items is looked up together.
     """
-    keys = iter(item_set.keys_of([item.tokens for found in lists for item in found.items]))
+    told = iter(of_items(item_set, [item.tokens for found in lists for item in found.items], names))
     return [
-        [
-            {**found.of_item(i), "key": own[0], "keys": own, **found.took, **of_set}
-            for i, own in enumerate(islice(keys, len(found.items)))
-        ]
+        [{**found.of_item(i), **own, **found.took, **of_set} for i, own in enumerate(islice(told, len(found.items)))]
         for found in lists
     ]
 

@@ -152,7 +152,7 @@ class _Reader:
             mend = "it stands after an attribute" if name in _OPERATORS else f"use {', '.join(_JOINED)}"
             raise ItemSetError(f'{_shown(name)} is no filter: {mend}, as in {{"region": {{"$eq": "DE"}}}}')
         if name not in self._schema.names:  # Arrow's own search raises for what is no text
-            raise ItemSetError(f"there is no attribute {_shown(name)}: {self._known()}")
+            raise ItemSetError(f"there is no attribute {_shown(name)}: {known([self._schema])}")
         index = self._schema.names.index(name)
         if isinstance(value, list | tuple):
             raise ItemSetError(f'{self._named(index)} was given a list: write {{"$in": {_shown(value)}}}')
@@ -220,12 +220,14 @@ class _Reader:
         field = self._schema.field(index)
         return f"{_shown(field.name)} ({kind_of(field.type)})"
 
-    def _known(self) -> str:
-        each = [self._named(index) for index in range(len(self._schema))]
-        if not each:
-            return "the set has none: build it with --attribute NAME, or serve FILE?attribute=NAME"
-        more = f" and {len(each) - _NAMED} more" if len(each) > _NAMED else ""
-        return f"the set has {', '.join(each[:_NAMED])}{more}"
+
+def known(schemas: Iterable[pa.Schema]) -> str:
+    """Say which attributes there are, and of which types."""
+    each = [f"{_shown(field.name)} ({kind_of(field.type)})" for schema in schemas for field in schema]
+    if not each:
+        return "the set has none: build it with --attribute NAME, or serve FILE?attribute=NAME"
+    more = f" and {len(each) - _NAMED} more" if len(each) > _NAMED else ""
+    return f"the set has {', '.join(each[:_NAMED])}{more}"
 
 
 def _parse(value: Any, label: str, kind: Any) -> Any:

@@ -87,7 +87,7 @@ def view(
     item_filter: a query over the set's attributes, in the language of docs/library.md. exclude_keys, only_keys: keys
         that do not pass, or that alone do. One that the set has not is ignored.
     A filter costs one pass over the attributes and one over the edges, and a bit an edge. Exclusions cost what they
-    are long. `only_keys` gives a small set of its own, without attributes.
+    are long. `only_keys` gives a small set of its own, without attributes but for `attributes_of`.
     Raises ItemSetError: a malformed query, keys of another type, or no item is left, with what each condition leaves.
     """
     seen = item_set
@@ -169,8 +169,11 @@ def only(base: ItemSet, places: NDArray[np.int64]) -> ItemSet:
     """Return a set of its own of the items with these keys, given by their places in `keys`, each of which passes."""
     whole, numbers = base.whole, base._keys.owners(places)
     rows = items_at(whole.trie.tables, whole._terminal_rank, numbers, whole.longest)
-    keys = base.keys.take(pa.array(places))
-    return built(sort_unique(as_rows(rows)), keys, None, base._origin)
+    made = built(sort_unique(as_rows(rows)), pa.array(places), None, base._origin)
+    at = made.keys.to_numpy()
+    chosen = ItemSet(made.trie, Keys(base.keys.take(made.keys), made.key_starts), base._origin)
+    chosen.rows_of = (whole, at) if whole.rows_of is None else (whole.rows_of[0], whole.rows_of[1][at])
+    return chosen
 
 
 def _nothing_left(why: str) -> ItemSetError:

@@ -269,6 +269,30 @@ def _is_stored(kind: Any) -> bool:
     return bool(_plain_type(kind) == kind)
 
 
+def rows_at(table: pa.Table, places: NDArray[Any]) -> list[dict[str, Any]]:
+    """Return the attributes in these rows, by name, as JSON has them: dates and times are ISO strings, and what is
+    missing or no finite number is None."""
+    batches = table.to_batches()
+    starts = np.cumsum([0, *map(len, batches)])
+    rows, within = dict[int, dict[str, Any]](), np.searchsorted(starts, places, side="right") - 1
+    for i in np.unique(within).tolist():  # a take from the whole column would copy all of it first
+        at = places[within == i].astype(np.int64)
+        taken = batches[i].take(pa.array(at - starts[i]))
+        values = zip(*(_as_json(column).to_pylist() for column in taken.columns), strict=True)
+        rows.update(zip(at.tolist(), (dict(zip(table.column_names, row, strict=True)) for row in values), strict=True))
+    return [rows[place] for place in places.tolist()]
+
+
+def _as_json(column: pa.Array) -> pa.Array:
+    kind = column.type
+    if pa.types.is_floating(kind):
+        return pc.if_else(pc.is_finite(column), column, None)
+    if pa.types.is_timestamp(kind):
+        texts = column.view(pa.timestamp(kind.unit)).cast(pa.string())
+        return pc.binary_join_element_wise(pc.replace_substring(texts, " ", "T"), "Z" if kind.tz else "", "")
+    return column.cast(_TEXT) if pa.types.is_date(kind) else column
+
+
 def packed(table: pa.Table, columns: Sequence[Column]) -> pa.Table:
     """Return the columns of what `as_attributes` returned, each as `Column.pack` does."""
     return pa.table({column.name: column.pack(table.column(column.name).combine_chunks()) for column in columns})

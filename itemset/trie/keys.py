@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -43,14 +44,18 @@ class Keys:
 
     def every(self, numbers: NDArray[np.int64]) -> list[list[int | str]]:
         """Return all keys of each of these items."""
-        places, starts = in_item_order(numbers, self.starts)
+        places, counts = self.places_at(numbers)
         keys: Any = _taken(self.values, places)
-        keys = keys if isinstance(keys, list) else keys.tolist()
-        if starts is None:
-            return [[key] for key in keys]
-        each = iter(self.passes(places).tolist())
-        ends = zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)
-        return [[key for key in keys[start:end] if next(each)] for start, end in ends]
+        each = iter(keys if isinstance(keys, list) else keys.tolist())
+        return [list(islice(each, count)) for count in counts]
+
+    def places_at(self, numbers: NDArray[np.int64]) -> tuple[NDArray[Any], list[int]]:
+        """Return the places of these items' keys that pass, item by item, and how many each item has."""
+        places, starts = in_item_order(numbers, self.starts)
+        if starts is None or not len(numbers):
+            return places, [1] * len(places)
+        passes = self.passes(places)
+        return places[passes], np.add.reduceat(passes.astype(np.int64), starts[:-1].astype(np.int64)).tolist()
 
     def numbers_of(self, given: KeyList) -> NDArray[np.int64]:
         """Return the first item of each given key. Raises ItemSetError for one not there."""

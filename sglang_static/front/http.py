@@ -11,8 +11,8 @@ from itemset.serving.front.lost_fields import constraints_of, disguised, refuse_
 from itemset.serving.front.request import DRAWING, check_options, wants_draws, with_beams
 
 from itemset.serving.front.request_fields import (  # isort: skip
-    BEAMS, CHOICE, CUSTOM, DRAWS, GUIDED, LIST, LIST_AFTER, LOGPROBS, OF_SET, PARAMS, REFERENCE, SELECTION, SLATE,
-    STRUCTURED, WEIGHT, WORDS,
+    ATTRIBUTES, BEAMS, CHOICE, CUSTOM, DRAWS, GUIDED, LIST, LIST_AFTER, LOGPROBS, OF_SET, PARAMS, REFERENCE, SELECTION,
+    SLATE, STRUCTURED, WEIGHT, WORDS,
 )  # fmt: skip
 from sglang_static import compat
 from sglang_static.front.request import KINDS, PROMPTS, constraint_of
@@ -25,7 +25,7 @@ _OWN = tuple(dict.fromkeys((*_ASKING, LIST, *request_fields.OPTIONS, *request_fi
 _OPENAI = _BODY | {CUSTOM: _WITHIN, "response_format": ("schema",)}
 SERVED = dict.fromkeys(DRAWING, _OPENAI) | {
     # No custom_params are read.
-    "/v1/responses": _BODY | {"": (REFERENCE, *SELECTION, SLATE, CHOICE, STRUCTURED, GUIDED)},
+    "/v1/responses": _BODY | {"": (REFERENCE, *SELECTION, SLATE, ATTRIBUTES, CHOICE, STRUCTURED, GUIDED)},
     "/generate": _BODY | {PARAMS: (*_WITHIN, *KINDS), f"{PARAMS}.{CUSTOM}": _WITHIN},
 }
 _DRAWING = "/v1/completions, /v1/chat/completions or /generate"

@@ -31,7 +31,8 @@ from sglang_static.front.request import CARRIED
 
 AFTER = 5  # of the context: SGLang takes prompts shorter than that (managers/tp_worker.py, max_req_input_len)
 _OF_DRAWS = ("draw", "exact", "weight", "accepted", "candidates", "open")
-_IN_ITEM = ("rank", "key", "keys", "proven", *_OF_DRAWS, "passes", "rounds", "item_set_version")
+_OF_KEYS = ("key", "keys", "attributes", "keys_attributes")
+_IN_ITEM = ("rank", *_OF_KEYS, "proven", *_OF_DRAWS, "passes", "rounds", "item_set_version")
 Generate = Callable[..., AsyncGenerator[Any, None]]
 
 
@@ -121,7 +122,7 @@ async def _one(
         none = {"output_ids": [], "text": "", "meta_info": info}
         return {**none, "meta_info": {**info, "beam_results": [none] * asked.wanted}}
     results: list[dict[str, Any]] = []
-    async for part in front_end.lists.entries(best, job.item_set, job.of_set):
+    async for part in front_end.lists.entries(best, job.item_set, job.of_set, job.names):
         for item, entry in part:
             ids = [*item.tokens, end]
             # What SGLang says of any answer, such as the version of the weights, is that of the last pass.

@@ -11,7 +11,7 @@ from itemset.serving.front import request_fields
 from itemset.serving.front.http_bodies import body
 from itemset.serving.front.lost_fields import holds_sets, undisguised
 from itemset.serving.front.request import ItemRequest, candidates, refuse_beside, wants_candidates, wants_draws
-from itemset.serving.front.request_fields import BEAMS, CHOICE, CUSTOM, REFERENCE, SLATE
+from itemset.serving.front.request_fields import BEAMS, CHOICE, CUSTOM, REFERENCE, SLATE, attributes_asked
 from sglang_static import compat
 
 CARRIED = "item_set_list"
@@ -79,7 +79,7 @@ def asked(params: Mapping[str, Any], fields: Mapping[str, Any], *, ranked: bool)
         message = "beam_width would ignore the item set here: leave it out, and use n for several answers"
         raise RefusedError("beam search", message, "beam_width")
     stated = constraint_of(params, fields) if request is None else None
-    return request if stated is None else ItemRequest(constraint=stated)
+    return request if stated is None else ItemRequest(constraint=stated, attributes=attributes_asked(given))
 
 
 def _of_draws(params: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:

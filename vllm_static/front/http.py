@@ -18,6 +18,7 @@ from vllm_static.front.front_end import follow
 from vllm_static.front.request import constraint_of, judge, put
 from vllm_static.metrics import PATH, refresh
 
+_OF_CONSTRAINTS = (SLATE, request_fields.ATTRIBUTES)
 _RENDER = "/render"  # the end of endpoints' names
 SURFACE = lost_fields.Surface(
     served={path: {"": (*OF_SET, GUIDED)} for path in ("/v1/chat/completions/batch", "/v1/responses")}
@@ -140,8 +141,8 @@ def with_item_set(params: Any) -> Any:
             if body.unlimited:
                 params.max_tokens = None  # in place of 16
         params = put(params, body.judged)
-    elif (slate := (request.model_extra or {}).get(SLATE)) is not None:
-        params.extra_args = {**(params.extra_args or {}), SLATE: slate}
+    elif said := {word: one for word in _OF_CONSTRAINTS if (one := (request.model_extra or {}).get(word)) is not None}:
+        params.extra_args = {**(params.extra_args or {}), **said}
     given = constraint_of(params)
     reached = given is not None and (given[0] == SLATE or mentions(given[1]))
     refuse_lost(body.stated, reached=reached)

@@ -24,11 +24,12 @@ from itemset.serving.front.answer_fields import item_logprobs, told_of
 from itemset.serving.front.http_bodies import body, no_body
 from itemset.serving.front.list_runner import AbortedError, run_together
 from itemset.serving.front.request import THOUGHT, ItemRequest
-from itemset.serving.front.request_fields import LOGPROBS, OPTIONS, REFERENCE, wrong_type
+from itemset.serving.front.request_fields import ATTRIBUTES, LOGPROBS, OPTIONS, REFERENCE, wrong_type
 from vllm_static import compat
 from vllm_static.v1 import model_runner
 
-_OF_DRAW, _OF_SEARCH = {"exact", "weight", "accepted", "candidates"}, {"proven", "passes", "rounds", "open"}
+_IN_SOME = {"attributes", "keys_attributes", "exact", "weight", "accepted", "candidates"}
+_OF_SEARCH = {"proven", "passes", "rounds", "open"}
 ABORT = "abort"  # vLLM's word for why an answer ended
 _NEAR = 8  # tokens before an item that its text may depend on
 
@@ -44,6 +45,7 @@ class RankingParams(BeamSearchParams, kw_only=True):  # type: ignore[call-arg]
     renormalised: bool = False
     max_passes: int | None = None
     without_end: bool = False
+    item_attributes: bool | Sequence[str] = False
 
     def __post_init__(self) -> None:
         """Raises RefusedError for an option that is given twice, with different values."""
@@ -53,7 +55,7 @@ class RankingParams(BeamSearchParams, kw_only=True):  # type: ignore[call-arg]
     def merged(self) -> dict[str, Any]:
         """Return `extra_args` with what the fields say beside it. Raises RefusedError as the construction does."""
         extra = dict(self.extra_args or {})
-        for name in (REFERENCE, *OPTIONS):
+        for name in (REFERENCE, *OPTIONS, ATTRIBUTES):
             value = getattr(self, name)
             if value is not None and value is not False and extra.setdefault(name, value) != value:
                 raise wrong_type(f"{name} is {value!r}, and in extra_args {extra[name]!r}: give one", name)
@@ -179,7 +181,7 @@ def offline(
                 stop_reason=output.stop_reason,
             )
             entry = output.item
-            for name in ("key", "keys", *(_OF_DRAW & entry.keys())):
+            for name in ("key", "keys", *(_IN_SOME & entry.keys())):
                 setattr(sequence, name, entry[name])
             sequence.item_text = output.text  # without the prompt and the end token
             sequence.item_set_version = entry.get("item_set_version")
@@ -235,15 +237,20 @@ def candidates(
     made, logs = _results(llm, front_end, lists, loras, priorities)
     # All that is written out goes through the tokenizer together, and through its set.
     entries = list[list[dict[str, Any]]]()
-    for _, group in groupby(zip(lists, made, strict=True), key=lambda pair: id(pair[0].job.item_set)):
+    for _, group in groupby(zip(lists, made, strict=True), key=lambda pair: _told(pair[0].job)):
         alike, found = zip(*group, strict=True)
-        entries += described(found, alike[0].job.item_set, alike[0].job.of_set)
+        entries += described(found, alike[0].job.item_set, alike[0].job.of_set, alike[0].job.names)
     texts = iter(_decoded(tokenizer, [item.tokens for one in made for item in one.items], skip_special_tokens=False))
     outputs = []
     for i, best in enumerate(made):
         items = zip(best.items, entries[i], islice(texts, len(best.items)), strict=True)
         outputs.append(_output(str(next(llm.request_counter)), inputs[i], lists[i].outputs(items, logs[i])))
     return outputs
+
+
+def _told(job: Any) -> tuple[int, tuple[str, ...]]:
+    """Return what is equal for jobs of which `described` can tell together."""
+    return id(job.item_set), tuple(job.names)
 
 
 def _output(request_id: str, prompt: Any, outputs: list[CompletionOutput]) -> RequestOutput:
@@ -373,7 +380,7 @@ async def online(
         yield _output(request_id, prompt, none)
         return
     items: list[tuple[Any, Any, str]] = []
-    async for part in lists.entries(best, made.job.item_set, made.job.of_set):
+    async for part in lists.entries(best, made.job.item_set, made.job.of_set, made.job.names):
         rows = [item.tokens for item, _ in part]
         texts = _decoded(tokenizer, rows, skip_special_tokens=False)
         items += [(item, entry, text) for (item, entry), text in zip(part, texts, strict=True)]

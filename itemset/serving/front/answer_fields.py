@@ -10,6 +10,7 @@ from typing import Any
 from itemset.embedded.composite_grammar import Composite, Found
 from itemset.embedded.holes import Hole, Items, Vocabulary
 from itemset.item_set import ItemSet
+from itemset.ranking.search import of_items
 from itemset.serving.catalogue import Catalogue
 from itemset.serving.constraint import JSON, Constraint
 from itemset.serving.wire import INLINE, LOGPROBS, name_of
@@ -35,6 +36,7 @@ class Expected:
 
     stop_tokens: at which the request ends; none of them occurs in an item. content: what of the output comes after the
     reasoning, None where there is none. of_set: `Catalogue.version_fields`. weighed: see `ItemRequest`.
+    names: of the attributes that answers say.
     """
 
     item_set: ItemSet
@@ -42,6 +44,7 @@ class Expected:
     content: Callable[[Sequence[int]], Sequence[int]] | None = None
     of_set: Mapping[str, str] = field(default_factory=dict)
     weighed: str = ""
+    names: Sequence[str] = ()
 
     def answer_fields(self, tokens: Sequence[int], *, cut: bool, logs: Logs = ((), ())) -> dict[str, Any]:
         """Return what an answer says: its item. cut: whether it was aborted; a stop string may end an item.
@@ -72,7 +75,10 @@ class Expected:
         if not end or (item := self.item_set.find(tokens[:end])) is None:
             return None
         key, is_prefix = item
-        return None if is_prefix and end == len(tokens) else {"key": key, **self.of_set}
+        if is_prefix and end == len(tokens):
+            return None
+        told = of_items(self.item_set, [tokens[:end]], self.names)[0] if self.names else {"key": key}
+        return {name: value for name, value in told.items() if name != "keys"} | {**self.of_set}
 
 
 def item_logprobs(log_p: Sequence[float], log_q: Sequence[float]) -> dict[str, list[float]] | None:
@@ -94,6 +100,7 @@ class ExpectedItems:
     catalogue: Catalogue
     stop_tokens: frozenset[int]
     content: Callable[[Sequence[int]], Sequence[int]] | None = None
+    names: Sequence[str] = ()
 
     weighed = ""
 
@@ -108,18 +115,21 @@ class ExpectedItems:
         composite.read(tokens)
         text = b"".join(self.vocabulary.bytes[token] for token in tokens if 0 <= token < self.vocabulary.size)
         paths = json_paths(text) if self.constraint.kind == JSON else {}
-        return {"items": [self._item(one, text, paths.get(one.begin)) for one in composite.found]}
+        told, found = dict[int, dict[str, Any]](), composite.found
+        for made in self.constraint.sets:  # what one says of all its items is looked up together
+            at = [i for i, one in enumerate(found) if self.constraint.holes[one.hole].made.reference == made.reference]
+            told |= zip(at, of_items(made.item_set, [found[i].tokens for i in at], self.names), strict=True)
+        return {"items": [self._item(one, text, paths.get(one.begin), told[i]) for i, one in enumerate(found)]}
 
-    def _item(self, found: Found, text: bytes, path: str | None) -> dict[str, Any]:
+    def _item(self, found: Found, text: bytes, path: str | None, own: dict[str, Any]) -> dict[str, Any]:
         hole = self.constraint.holes[found.hole]
-        keys = hole.made.item_set.keys_of([found.tokens])[0]
         shown = text[found.begin : found.end].decode("utf-8", "replace")
         if hole.place.quoted:
             shown = json.loads(f'"{shown}"', strict=False)
         where = {} if path is None else {"path": path}
         named = {} if hole.made.reference.startswith(INLINE) else {"set": name_of(hole.made.reference)}
         told = self.catalogue.version_fields(hole.made.reference)
-        return {**where, "text": shown, **named, "key": keys[0], "keys": keys, **told}
+        return {**where, "text": shown, **named, **own, **told}
 
 
 def json_paths(text: bytes) -> dict[int, str]:

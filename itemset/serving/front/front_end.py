@@ -8,9 +8,10 @@ from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
 from itemset.embedded.holes import Vocabulary
-from itemset.errors import ItemSetError
+from itemset.errors import ItemSetError, shown
 from itemset.item_set import ItemSet
 from itemset.ranking.search import Rounds
+from itemset.select.filters import known
 from itemset.serving import metrics
 from itemset.serving.catalogue import InlineSet, RefusedError
 from itemset.serving.config import ModelLimits, StaticConfig, Words
@@ -20,7 +21,7 @@ from itemset.serving.front.answer_fields import Expected, ExpectedItems
 from itemset.serving.front.embedded_sets import Constraints
 from itemset.serving.front.list_runner import OneRequest, search_for
 from itemset.serving.front.request import ItemRequest
-from itemset.serving.front.request_fields import LIST_AFTER, ListOptions, wrong_type
+from itemset.serving.front.request_fields import ATTRIBUTES, LIST_AFTER, NO_ATTRIBUTES, ListOptions, wrong_type
 from itemset.serving.front.version_watcher import Follower, Send
 from itemset.serving.wire import INLINE, EngineRequest, HolesSpec, Tokens
 from itemset.text import encode
@@ -29,8 +30,9 @@ from itemset.text import encode
 class ListJob(NamedTuple):
     """A ranked list, or the draws of one prompt, that is to be made.
 
-    of_set: what its answer says of the set. carried: what the request carries by which the engine makes it; None if
-    rounds of requests must. placeholders: token ids after the prompt if a draft head makes it.
+    of_set: what its answer says of the set; names: which attributes of items. carried: what the request carries by
+    which the engine makes it; None if rounds of requests must. placeholders: token ids after the prompt if a draft head
+    makes it.
     """
 
     item_set: ItemSet
@@ -38,6 +40,7 @@ class ListJob(NamedTuple):
     of_set: Mapping[str, str]
     carried: EngineRequest | None
     placeholders: Tokens
+    names: Sequence[str]
 
 
 class FrontEndBase:
@@ -83,8 +86,7 @@ class FrontEndBase:
         if asked.made is not None:
             return asked
         given = asked.constraint
-        made = self.checks.made(asked) if given is None else self.constraints.get(*given)
-        return None if made is None else replace(asked, made=made, marker=self._marker(asked.after))
+        return self._with(asked, self.checks.made(asked) if given is None else self.constraints.get(*given))
 
     async def prepare(self, asked: ItemRequest) -> ItemRequest | None:
         """Do `pinned` beside the event loop. Encoding stops if this is cancelled and no other request waits for it."""
@@ -92,7 +94,23 @@ class FrontEndBase:
             return asked
         given = asked.constraint
         made = await (self.checks.prepare(asked) if given is None else self.constraints.prepare(*given))
-        return None if made is None else replace(asked, made=made, marker=self._marker(asked.after))
+        return self._with(asked, made)
+
+    def _with(self, asked: ItemRequest, made: InlineSet | Constraint | None) -> ItemRequest | None:
+        """Return the request with what was made for it. Raises RefusedError for attributes that its sets have not."""
+        if made is None:
+            if asked.attributes:
+                raise wrong_type(NO_ATTRIBUTES, ATTRIBUTES)
+            return None
+        names = asked.attributes or ()
+        if names:
+            schemas = [one.item_set.attribute_schema for one in (made.sets if isinstance(made, Constraint) else [made])]
+            there = dict.fromkeys(name for schema in schemas for name in schema.names)
+            names = tuple(there) if names is True else names
+            if (missing := next((name for name in names if name not in there), None)) is not None or not there:
+                which = "no attribute" if missing is None else f"no attribute {shown(missing)}"
+                raise wrong_type(f"{ATTRIBUTES}: there is {which}: {known(schemas)}", ATTRIBUTES)
+        return replace(asked, made=made, marker=self._marker(asked.after), attributes=names)
 
     def _marker(self, after: str | bool) -> Tokens:
         """Return the tokens that end a thought. Raises RefusedError if there can be none."""
@@ -161,7 +179,8 @@ class FrontEndBase:
         more: dict[str, Any] = {"placeholders": len(placeholders), "reasons": reasons}
         spec = self.one_request.spec(options, made.reference, search, end_token, **more)
         carried = None if spec is None else EngineRequest(made.ref, spec)
-        return ListJob(item_set, search, self.checks.catalogue.version_fields(made.reference), carried, placeholders)
+        of_set = self.checks.catalogue.version_fields(made.reference)
+        return ListJob(item_set, search, of_set, carried, placeholders, asked.names)
 
     def expected(
         self, asked: ItemRequest, stop_tokens: frozenset[int], content: Callable[[Sequence[int]], Sequence[int]] | None
@@ -169,10 +188,11 @@ class FrontEndBase:
         """Return what names the items of the answers to a `pinned` request. content: see `Expected`."""
         catalogue = self.checks.catalogue
         if isinstance(asked.made, Constraint):
-            return ExpectedItems(asked.made, self.constraints.vocabulary.get(), catalogue, stop_tokens, content)
+            vocabulary = self.constraints.vocabulary.get()
+            return ExpectedItems(asked.made, vocabulary, catalogue, stop_tokens, content, asked.names)
         made = self.checks.made(asked)
         of_set = catalogue.version_fields(made.reference)
-        return Expected(made.item_set, stop_tokens, content, of_set, asked.weighed)
+        return Expected(made.item_set, stop_tokens, content, of_set, asked.weighed, asked.names)
 
     @staticmethod
     def check_weight(weighed: str, reason: str | None, *, instead_of: str | None, ignore_eos: Any) -> None:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
@@ -287,7 +287,9 @@ class Chosen:
             return whole
         index = seen.to_bytes()
         if not isinstance(seen, View):  # it stands on nothing
-            return self._catalogue.keep(InlineSet.from_index(reference, index, token_ids=True))
+            made = InlineSet.from_index(reference, index, token_ids=True)
+            made.item_set.rows_of = seen.rows_of
+            return self._catalogue.keep(replace(made, nbytes=made.nbytes + 8 * len(seen.keys)))
         nbytes = len(index) + seen.nbytes + seen._keys.own_bytes + OVERHEAD
         base = whole if whole.index is not None else None
         return self._catalogue.keep(InlineSet(reference, seen, index, nbytes, base))

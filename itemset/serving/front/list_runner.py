@@ -259,11 +259,11 @@ class Lists:
         return await self._on_thread(result_of, search)
 
     async def entries(
-        self, best: Found, item_set: ItemSet, of_set: Mapping[str, Any]
+        self, best: Found, item_set: ItemSet, of_set: Mapping[str, Any], names: Sequence[str]
     ) -> AsyncGenerator[list[tuple[Any, dict[str, Any]]], None]:
         """Yield the items, SLICE at a time, each with what an answer says of it (`described`); between them others get
         their turn."""
-        (entries,) = await self._on_thread(described, [best], item_set, of_set)
+        (entries,) = await self._on_thread(described, [best], item_set, of_set, names)
         items = list(zip(best.items, entries, strict=True))
         for first in range(0, len(items), SLICE):
             await asyncio.sleep(0)

@@ -35,9 +35,9 @@ class ItemRequest:
 
     item_set: the name of a registered set. choice: the texts of an inline set. several: its list or draws. selection:
     see `views.view`. escape: of an inline set's texts, see `itemset.build_text`. weighed: WEIGHT or LOGPROBS, if its
-    answers say these. constraint: in place of a set the kind and the text of one in which sets may stand. made: the set
-    or the constraint, once it is made. after: what ends a thought before its list, see LIST_AFTER; marker: its tokens;
-    ended: that thought, whose list is asked for now.
+    answers say these. attributes: names of those that they say, or true for all. constraint: in place of a set the kind
+    and the text of one in which sets may stand. made: the set or the constraint, once it is made. after: what ends a
+    thought before its list, see LIST_AFTER; marker: its tokens; ended: that thought, whose list is asked for now.
     """
 
     item_set: str | None = None
@@ -46,6 +46,7 @@ class ItemRequest:
     selection: Mapping[str, Any] = field(default_factory=dict, repr=False)
     escape: Escape | None = None
     weighed: str = ""
+    attributes: Sequence[str] | bool = False
     constraint: tuple[str, Any] | None = field(default=None, repr=False)
     made: "InlineSet | Constraint | None" = field(default=None, repr=False)
     after: str | bool = False
@@ -60,6 +61,11 @@ class ItemRequest:
     def wanted(self) -> int:
         """Return how many items its list has, or its draws."""
         return 1 if self.several is None else self.several.n
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Return the names of its attributes, once it has its set."""
+        return () if isinstance(self.attributes, bool) else self.attributes
 
     @property
     def chooses(self) -> bool:
@@ -85,9 +91,12 @@ class ItemRequest:
         if after := _list_after(given, alone=has_set and k is None and not drawn):
             k = given[LIST]
         weighed = _weighed(given, has_set, ranked=k is not None or drawn)
+        attributes = fields.attributes_asked(given)
         if given.get(SLATE) is not None:
             _refuse_beside_slate(given, has_set or other, ranked=k is not None)
             return None
+        if attributes and not named and (choices or not other):  # of a constraint it is known later
+            raise wrong_type(fields.NO_ATTRIBUTES, fields.ATTRIBUTES)
         selection = {word: given[word] for word in fields.SELECTION if given.get(word) is not None}
         _check_selection(selection, named, choices)
         if not has_set:
@@ -109,7 +118,8 @@ class ItemRequest:
         several: ListOptions | DrawOptions | None
         several = DrawOptions.of(given[DRAWS], given) if drawn else None if k is None else ListOptions.of(k, given)
         name, choice = named[0] if named else None, choices[0] if choices else None
-        return cls(name, choice, several, selection, weighed=weighed, after=after)
+        common: dict[str, Any] = {"weighed": weighed, "attributes": attributes, "after": after}
+        return cls(name, choice, several, selection, **common)
 
 
 THOUGHT = "thought"
@@ -218,7 +228,7 @@ def check_options(given: Mapping[str, Any], *, ranked: bool, drawn: bool = False
         raise RefusedError("beam search", message, LIST)
     for key in (*islice(given, fields.COMPARED), *given.keys() & {*fields.OPTIONS, *fields.DRAWN}):
         meant = None if drawn and key == fields.CANDIDATES else fields.ELSEWHERE.get(key)
-        words = (*fields.OPTIONS, BEAMS, *fields.SELECTION, *fields.DRAWN, WEIGHT, LOGPROBS, LIST_AFTER)
+        words = (*fields.OPTIONS, BEAMS, *fields.SELECTION, *fields.DRAWN, *fields.OF_ANSWERS, LIST_AFTER)
         word = meant or fields.nearest(key, words)
         if word not in (None, key):
             raise wrong_type(f"there is no field {shown(key)}: did you mean {word}?", key)

@@ -37,7 +37,12 @@ RACE_BEAMS, FEWEST_BEAMS = 16, 4  # of a race with replacement: by default, and 
 WEIGHT = "return_set_weight"
 """Asks a sampled answer for the probability of its set along the way: see `answer_fields.Expected`."""
 
+ATTRIBUTES = "item_attributes"
+"""Asks for attributes of the items in answers: their names, or true for all."""
 LOGPROBS = wire.LOGPROBS
+NO_ATTRIBUTES = f"{ATTRIBUTES} are of the items of a registered set: name the set as {REFERENCE}, or omit it"
+OF_ANSWERS = (WEIGHT, LOGPROBS, ATTRIBUTES)
+"""What answers are to say of items besides their keys."""
 LIST = "list"
 """In the parameters of `generate`: its `n` candidates are the n best items. DRAWS there may be true: n draws. Beside
 LIST_AFTER: how many items the list has."""
@@ -45,7 +50,7 @@ LIST_AFTER = "list_after"
 """The text that ends a sampled answer, a thought, after which a list is made; or true, at the end of its reasoning."""
 MOST_MARKER = 100  # characters of it
 
-OF_SET, OF_ITEMS = (REFERENCE, *SELECTION, SLATE, WEIGHT, LOGPROBS), (DRAWS, DRAW, LIST_AFTER)
+OF_SET, OF_ITEMS = (REFERENCE, *SELECTION, SLATE, *OF_ANSWERS), (DRAWS, DRAW, LIST_AFTER)
 """Fields of any request with a registered set, and of those that several items answer."""
 WORDS = (*OF_SET, CHOICE, STRUCTURED, GUIDED, *OF_ITEMS)
 EDITS = 2
@@ -107,6 +112,18 @@ def refuse_tools(body: Mapping[str, Any]) -> None:
 def wrong_type(message: str, param: str | None = None) -> RefusedError:
     """Return the error for a field of another type or name."""
     return RefusedError("wrong type", message, param)
+
+
+def attributes_asked(given: Mapping[str, Any]) -> Sequence[str] | bool:
+    """Return the attributes that a request asks for: names, or whether all. Raises RefusedError for another type."""
+    asked = given.get(ATTRIBUTES)
+    if isinstance(asked, list | tuple) and asked and all(isinstance(name, str) for name in asked):
+        return tuple(dict.fromkeys(asked))
+    if asked is None or isinstance(asked, bool):
+        return bool(asked)
+    raise wrong_type(
+        f"{ATTRIBUTES} must be true, or a list of one or more of their names; it is {shown(asked)}", ATTRIBUTES
+    )
 
 
 def nearest(key: str, words: tuple[str, ...]) -> str | None:

@@ -86,11 +86,5 @@ def from_index(header: Header, arrays: dict[str, NDArray[Any]], *, name: str, ch
         raise ItemSetError(f"{name} is corrupted, it has no section {missing}: {AGAIN}") from missing
     except ValueError as error:
         raise ItemSetError(f"{name} is corrupted, {error}: {AGAIN}") from error
-    return ItemSet(
-        trie,
-        keys,
-        Origin(*(getattr(header, name) for name in Origin._fields)),
-        digest=header.digest,
-        duplicates=header.duplicates,
-        attributes=arrays.get("attributes"),
-    )
+    origin, attributes = Origin(*(getattr(header, field) for field in Origin._fields)), arrays.get("attributes")
+    return ItemSet(trie, keys, origin, digest=header.digest, duplicates=header.duplicates, attributes=attributes)

@@ -13,7 +13,7 @@ import re
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
@@ -113,12 +113,10 @@ def fetch(path: PathLike, target: int) -> None:
 
 def fetched(path: PathLike) -> BinaryIO:
     """Return a copy of the file under a URI, which has no name and is deleted when closed. Raises as `fetch` does."""
-    copy = tempfile.TemporaryFile()  # noqa: SIM115  it is returned
-    try:
+    with ExitStack() as unless_copied:
+        copy = unless_copied.enter_context(tempfile.TemporaryFile())
         fetch(path, copy.fileno())
-    except BaseException:
-        copy.close()
-        raise
+        unless_copied.pop_all()
     return cast(BinaryIO, copy)
 
 

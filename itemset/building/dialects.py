@@ -22,7 +22,6 @@ _INSIDE = "\x1f"  # stands for a delimiter of two characters: Python's csv has o
 _QUOTED = re.compile(r'"(?:[^"]|"")*"')
 csv.field_size_limit(1 << 24)
 
-Quotes = Literal["csv", "text"]
 WORDS = ("delimiter", "quotes", "header", "encoding")
 """Of options that say how a table is written."""
 
@@ -37,7 +36,7 @@ class Dialect:
     """
 
     delimiter: str | None = None
-    quotes: Quotes | None = None
+    quotes: Literal["csv", "text"] | None = None
     header: bool | None = None
     encoding: str | None = None
     names: tuple[str, ...] = ()

@@ -53,10 +53,7 @@ class _Bytes:
         return Rows(tokens.astype(self._dtype), (offsets - offsets[0]) // self._dtype.itemsize)
 
 
-Codec = _Words | _Bytes
-
-
-def codec_of(highest: int, longest: int, width: int) -> Codec:
+def codec_of(highest: int, longest: int, width: int) -> _Words | _Bytes:
     """Return the codec for items with token ids up to `highest` and up to `longest` tokens; width: as for `Rows`."""
     words = _Words(highest, longest, width)
     return words if len(words.fields) <= _MAX_WORDS else _Bytes(highest)

@@ -1,6 +1,6 @@
 """The one type that a column has over all files: as text is written, as JSON values are, as Parquet declares it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -23,7 +23,6 @@ ALL = (
     *DATES,
 )
 KEYS = ((pa.int64(), f"^{_INTEGER}$"), (pa.float64(), r"^-?[0-9]+\.0+$"))
-Patterns = tuple[tuple[Any, str], ...]
 
 
 def _is_written_as(strings: Any, kind: Any, pattern: str) -> bool:
@@ -39,7 +38,7 @@ def _is_written_as(strings: Any, kind: Any, pattern: str) -> bool:
 class Judged:
     """The type of one column. patterns: of what its strings may be written as. kind_of: the type of a JSON value."""
 
-    def __init__(self, name: str, patterns: Patterns, kind_of: Callable[[object], Any]) -> None:
+    def __init__(self, name: str, patterns: Sequence[tuple[Any, str]], kind_of: Callable[[object], Any]) -> None:
         self.name, self._kind_of = name, kind_of
         self._kinds: dict[Any, str] = {}  # and an example of each
         self._patterns = patterns  # those that all strings so far match
@@ -67,7 +66,7 @@ class Judged:
             self._kinds.setdefault(pa.string(), "")
             if self._first is None and values.null_count < len(values):
                 self._first = values.drop_null()[0]
-            self._patterns = tuple(one for one in self._patterns if _is_written_as(values, *one))
+            self._patterns = [one for one in self._patterns if _is_written_as(values, *one)]
 
     @property
     def _written(self) -> Any:

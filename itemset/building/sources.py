@@ -3,7 +3,6 @@
 A file is on this machine or under a URI (`storage`), and may be one of the parts of a folder or a glob.
 """
 
-import os
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,7 +17,7 @@ from itemset.building.items import Items, joined_items
 from itemset.building.readers import BLOCK_BYTES
 from itemset.building.streams import COMPRESSIONS, encoding_of, format_of, guarded, line_blocks, not_decoded
 from itemset.errors import Faults, ItemSetError
-from itemset.storage import SourceFile, files_at
+from itemset.storage import PathLike, SourceFile, files_at
 from itemset.trie.rows import Rows
 
 _NPY_BATCH_BYTES = 1 << 24
@@ -26,7 +25,7 @@ _PICKLES = (".pkl", ".pickle", ".pt", ".pth", ".joblib")
 
 
 def read(
-    path: str | os.PathLike[str], *, column: str | None = None, key: str | None = None, attributes: Sequence[str] = (),
+    path: PathLike, *, column: str | None = None, key: str | None = None, attributes: Sequence[str] = (),
     dialect: Dialect = JUDGED,
 ) -> Items:  # fmt: skip
     """Read the items of a file, or of all files of a folder or glob; their suffix says the format.
@@ -46,7 +45,7 @@ def read(
     return joined_items(list(batches(path, column=column, key=key, attributes=attributes, dialect=dialect)))
 
 
-def read_keys(path: str | os.PathLike[str], key: str | None = None, dialect: Dialect = JUDGED) -> pa.Array:
+def read_keys(path: PathLike, key: str | None = None, dialect: Dialect = JUDGED) -> pa.Array:
     """Read keys alone: a .txt file has one a line, always as a string; other files have them in the column `key`.
 
     Returns an int64 or large_string array. Raises ItemSetError as `read` does.
@@ -61,7 +60,7 @@ def read_keys(path: str | os.PathLike[str], key: str | None = None, dialect: Dia
 
 
 def batches(
-    path: str | os.PathLike[str], *, column: str | None = None, key: str | None = None, attributes: Sequence[str] = (),
+    path: PathLike, *, column: str | None = None, key: str | None = None, attributes: Sequence[str] = (),
     dialect: Dialect = JUDGED, keys_only: bool = False,
 ) -> Generator[Items]:  # fmt: skip
     """Read files as `read` does, some megabytes at a time: for more than fits in memory."""
@@ -85,26 +84,22 @@ def batches(
         raise ItemSetError(f"{path} has no rows: it must hold at least one item")
 
 
-def files_of(path: str | os.PathLike[str]) -> list[SourceFile]:
-    """Return the files that are one input, in its order. Raises ItemSetError if they are of several kinds."""
+def files_of(path: PathLike) -> list[SourceFile]:
+    """Return the files that are one input, in its order. Raises ItemSetError for several kinds or an unknown one."""
     files = files_at(path)
     if len(files) > 1:
         files = [file for file in files if file.size] or files[:1]
     for file in files:
         if format_of(file) != format_of(files[0]):
             raise ItemSetError(f"{path} holds files of several kinds, {files[0]} and {file}: keep one kind there")
-    _check_format(files[0])
-    return files
-
-
-def _check_format(file: SourceFile) -> None:
-    if (kind := format_of(file)) in _PICKLES:
+    if (kind := format_of(files[0])) in _PICKLES:
         raise ItemSetError(
-            f"{file}: a pickle can run any code when it is opened: save it as Parquet, JSON lines or .npy"
+            f"{files[0]}: a pickle can run any code when it is opened: save it as Parquet, JSON lines or .npy"
         )
     if kind not in SUFFIXES:
         also = f", text and JSON also with {', '.join(COMPRESSIONS)}"
-        raise ItemSetError(f"{file}: unknown suffix {kind!r}, use one of {', '.join(SUFFIXES)}{also}")
+        raise ItemSetError(f"{files[0]}: unknown suffix {kind!r}, use one of {', '.join(SUFFIXES)}{also}")
+    return files
 
 
 def _check_same(file: SourceFile, first: Items, items: Items) -> None:

@@ -135,8 +135,7 @@ def how_of(args: argparse.Namespace) -> dict[str, Any]:
 
 def taken_of(args: argparse.Namespace) -> str:
     """Return what is read of a source by these arguments, for people."""
-    attributes = [name for name in args.attribute or () if name]
-    given = [name for name in (args.column, args.key, *attributes) if name]
+    given = [name for name in (args.column, args.key, *args.attribute) if name]
     names, dialect = names_in(sources.files_of(args.source)[0], Dialect.of(vars(args)), given)
     if not names:
         return f"its items, with {'their texts' if args.keep_text else 'row numbers'} as keys"
@@ -152,11 +151,10 @@ def choose_columns(args: argparse.Namespace, about: str, before: ItemSet | None)
 
     about: the set's name. before: the set of an earlier file, which has no keys of its own if they are row numbers.
     """
-    file = sources.files_of(args.source)[0]
-    attributes = args.attribute or ([] if before is None else before.attributes.column_names)
+    args.attribute = args.attribute or ([] if before is None else before.attributes.column_names)
     numbered = before is not None and args.key is None and are_row_numbers(before.keys)
-    given = [name for name in (args.column, args.key, *attributes) if name]
-    names, _ = names_in(file, Dialect.of(vars(args)), given)
+    given = [name for name in (args.column, args.key, *args.attribute) if name]
+    names, _ = names_in(sources.files_of(args.source)[0], Dialect.of(vars(args)), given)
     if names:
         args.column = args.column or item_column([name for name in names if name not in given])
         free = [name for name in names if name not in (*given, args.column)]
@@ -169,8 +167,6 @@ def choose_columns(args: argparse.Namespace, about: str, before: ItemSet | None)
                 f"a column (--key {found})"
             )
         args.key = found if args.key is None else args.key
-    if not args.attribute:
-        args.attribute = attributes
     return taken_of(args)
 
 

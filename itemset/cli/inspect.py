@@ -78,7 +78,10 @@ def _lookup(args: argparse.Namespace) -> None:
         _print_item(s.keys_of([item])[0], item, tokenizer)
     integers = "keys" in s.sections  # string keys have two sections, of other names
     for key in args.key:
-        wanted = _integer_key(key) if integers else key
+        try:
+            wanted = int(key) if integers else key
+        except ValueError:
+            raise ItemSetError(f"the keys of this set are integers, not {key!r}: give an integer") from None
         _print_item([wanted], s.tokens([wanted])[0], tokenizer)
 
 
@@ -86,10 +89,3 @@ def _print_item(keys: Sequence[int | str], tokens: list[int], tokenizer: Any) ->
     text = [] if tokenizer is None else [repr(tokenizer.decode(tokens))]
     for key in keys:
         print(key, ",".join(map(str, tokens)), *text, sep="\t")
-
-
-def _integer_key(key: str) -> int:
-    try:
-        return int(key)
-    except ValueError:
-        raise ItemSetError(f"the keys of this set are integers, not {key!r}: give an integer") from None

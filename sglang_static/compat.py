@@ -30,7 +30,8 @@ scheduler, and others back."""
 
 
 def _put(target: str, around: Callable[..., Any]) -> None:
-    """Put a hook in place by SGLang's registry, which logs it, and finds what has imported the function by name."""
+    """Put a hook in place by SGLang's registry, which looks through all modules, 40 ms, for what has imported the
+    function by name. Nobody imports a method so."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
     source = HookSource(BACKEND, "static-backend")

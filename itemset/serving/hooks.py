@@ -54,7 +54,8 @@ class Hooks:
     """
 
     def __init__(self, when: str, put: Callable[[str, Callable[..., Any]], None] | None = None) -> None:
-        """when: the time of hooks that name none. put: does what `wrap` does by the engine's own registry of hooks."""
+        """when: the time of hooks that name none. put: does what `wrap` does, but for methods, by the engine's own
+        registry of hooks."""
         self.declared: list[Hook] = []
         self.chosen, self.asked, self.refusal, self._put = False, False, "", put
         self._when, self._wrapped, self._failed = when, set[str](), set[str]()
@@ -284,12 +285,12 @@ def check_version(
 
 
 def wrap(target: str, around: Callable[..., Any], put: Callable[[str, Callable[..., Any]], None] | None = None) -> None:
-    """Replace a function by ``around(original, *args, **kwargs)``, or let `put` do that. A method's arguments begin
-    with `self`."""
-    if put is not None:
+    """Replace a function by ``around(original, *args, **kwargs)``, or let `put` do that if it is no method. A method's
+    arguments begin with `self`."""
+    owner, name, static = wrapt.resolve_path(*target.split(":"))
+    if put is not None and not isinstance(owner, type):
         put(target, around)
         return
-    owner, name, static = wrapt.resolve_path(*target.split(":"))
     original: Any = getattr(static, "__func__", static)
     kind: Any = type(static)
 

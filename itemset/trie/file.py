@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -67,6 +66,8 @@ class Header:
 
 
 def _encode(header: Header, arrays: dict[str, NDArray[Any]]) -> Iterator[bytes | memoryview]:
+    import msgspec
+
     parts = {name: np.ascontiguousarray(array).view(np.uint8).data for name, array in arrays.items()}
     sections, size = [], 0
     for name, array in arrays.items():
@@ -217,6 +218,8 @@ def _header_size(prelude: bytes) -> int:
 
 def _parse_header(start: bytes, length: int, name: str) -> Header:
     """Return the header of a file of `length` bytes. start: its prelude and header."""
+    import msgspec
+
     if start[: len(MAGIC)] != MAGIC[: len(start)] or not start:
         raise ItemSetError(f"{name} is not an item-set index: give a file that `itemset build` wrote")
     if len(start) < _PRELUDE.size:

@@ -272,6 +272,8 @@ def _is_stored(kind: Any) -> bool:
 def rows_at(table: pa.Table, places: NDArray[Any]) -> list[dict[str, Any]]:
     """Return the attributes in these rows, by name, as JSON has them: dates and times are ISO strings, and what is
     missing or no finite number is None."""
+    if not table.column_names:
+        return [{} for _ in places]
     batches = table.to_batches()
     starts = np.cumsum([0, *map(len, batches)])
     rows, within = dict[int, dict[str, Any]](), np.searchsorted(starts, places, side="right") - 1

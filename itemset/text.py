@@ -228,7 +228,7 @@ def _token_ids(texts: list[str], tokenizer: Any) -> list[list[int]]:
 
 
 _WRAPPERS = ("TokenizersBackend", "PreTrainedTokenizerFast")
-_WRAPPED = ("__call__", "_encode_plus", "_batch_encode_plus", "decode", "_decode")
+_WRAPPED = ("__call__", "_call_one", "batch_encode_plus", "_encode_plus", "_batch_encode_plus", "decode", "_decode")
 
 
 def _compiled(tokenizer: Any) -> Any:

@@ -80,6 +80,7 @@ def _check_attributes(client: Any) -> None:
         found += [*choose(client, "films", MESSAGES, n=2, only_keys=[3, 5], **more)]
         found += [choose(client, "films", "A film: ", item_filter=LATE, **more)]
         tip = fill(client, Pick, MESSAGES, temperature=0, **more)
+        assert known([fill(client, Tip, MESSAGES, temperature=0, max_tokens=200, **more).film])
         slate = {"slate": {"item_set": "films", "n": 2}, **more}
         answer = client.completions.create(model="", prompt="Films: ", max_tokens=80, extra_body=slate)
         told = {one["key"]: one["attributes"] for one in answer.choices[0].model_extra["items"]}

@@ -3,7 +3,6 @@ tokenizer, nor calls it through its wrapper where that changes nothing."""
 
 from __future__ import annotations
 
-import itertools
 import signal
 import subprocess
 import sys
@@ -63,7 +62,7 @@ def test_one_process_compiles_and_the_others_wait(runs):
     at_once(3)
     runs.sort()
     assert len(runs) == 3
-    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(runs))
+    assert all(runs[0][1] <= begin for begin, _ in runs[1:])  # these load what it has saved
 
 
 def test_nobody_waits_once_all_loops_are_there(runs):

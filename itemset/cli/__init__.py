@@ -57,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="itemset", description="Finite sets of items (token sequences) as index files: build, look into, check."
     )
+    parser.set_defaults(alone=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, run: Any, summary: str, example: str) -> argparse.ArgumentParser:

@@ -22,7 +22,8 @@ def tokenizer_of(args: argparse.Namespace, item_set: ItemSet | None = None) -> A
         return None
     tokenizer: Any = args.tokenizer  # a server gives its own
     if isinstance(tokenizer, str):
-        with _without_torch() if args.alone else nullcontext():
+        alone = args.alone and not args.trust_remote_code  # such code may want torch
+        with _without_torch() if alone else nullcontext():
             tokenizer = load_tokenizer(tokenizer, trust_remote_code=args.trust_remote_code, revision=args.revision)
     if item_set is not None:
         item_set.check_tokenizer(tokenizer)

@@ -223,7 +223,7 @@ class _Reader:
 
 def known(schemas: Iterable[pa.Schema]) -> str:
     """Say which attributes there are, and of which types."""
-    each = [f"{_shown(field.name)} ({kind_of(field.type)})" for schema in schemas for field in schema]
+    each = [*dict.fromkeys(f"{_shown(field.name)} ({kind_of(field.type)})" for schema in schemas for field in schema)]
     if not each:
         return "the set has none: build it with --attribute NAME, or serve FILE?attribute=NAME"
     more = f" and {len(each) - _NAMED} more" if len(each) > _NAMED else ""

@@ -171,7 +171,9 @@ def only(base: ItemSet, places: NDArray[np.int64]) -> ItemSet:
     rows = items_at(whole.trie.tables, whole._terminal_rank, numbers, whole.longest)
     made = built(sort_unique(as_rows(rows)), pa.array(places), None, base._origin)
     at = made.keys.to_numpy()
-    chosen = ItemSet(made.trie, Keys(base.keys.take(made.keys), made.key_starts), base._origin)
+    chosen = ItemSet(
+        made.trie, Keys(base.keys.take(made.keys), made.key_starts), base._origin, duplicates=made.duplicates
+    )
     chosen.rows_of = (whole, at) if whole.rows_of is None else (whole.rows_of[0], whole.rows_of[1][at])
     return chosen
 

@@ -96,8 +96,8 @@ class Catalogue:
 
     What came with requests is kept until newer sets need the room, and known for as long as anybody holds it.
 
-    serving: the current version of each registered set, which requests get, by name. registered: these sets alone. Both
-    are new objects whenever that changes. inline_bytes: of what came with requests and is cached.
+    serving: the current version of each registered set, which requests get, by name. registered: these sets, without
+    their versions. Both are new objects whenever that changes. inline_bytes: of what came with requests and is cached.
     """
 
     def __init__(self, config: StaticConfig) -> None:

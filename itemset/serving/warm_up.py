@@ -1,4 +1,4 @@
-"""What a request would else wait for: all compiled loops of a front end and an engine, made before one is ready.
+"""What a request would else wait for: all compiled loops, made before an engine is ready, and loaded by front ends.
 
 `python -m itemset.serving.warm_up` fills Numba's cache, for an image that many servers start from. Of the processes of
 a machine one compiles, and the others wait and load what it has saved.
@@ -48,10 +48,13 @@ def compile_all() -> None:
 
 @cache
 def compile_beside() -> None:
-    """Let a process of its own fill Numba's cache if it is empty, while an engine loads its weights."""
-    mark = _mark()
-    if mark is not None and not mark.exists():
-        _beside.append(subprocess.Popen([sys.executable, "-m", __name__], stdout=subprocess.DEVNULL))
+    """Let a process of its own fill Numba's cache if it is empty, while an engine loads its weights. Where nothing can
+    be saved this one compiles."""
+    if (mark := _mark()) is None:
+        compile_all()
+    elif not mark.exists():
+        quiet: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "start_new_session": True}
+        _beside.append(subprocess.Popen([sys.executable, "-m", __name__], **quiet))
 
 
 def _mark() -> Path | None:
@@ -78,6 +81,8 @@ def _one_compiler() -> Iterator[None]:
                 except BlockingIOError:
                     logger.warning("Another process compiles loops for this machine, once: about half a minute")
                     fcntl.flock(lock, fcntl.LOCK_EX)
+                if mark.exists():
+                    held.close()  # who has waited need not wait for the others who load
         yield
         if mark is not None:
             with suppress(OSError):

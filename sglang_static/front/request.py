@@ -79,7 +79,11 @@ def asked(params: Mapping[str, Any], fields: Mapping[str, Any], *, ranked: bool)
         message = "beam_width would ignore the item set here: leave it out, and use n for several answers"
         raise RefusedError("beam search", message, "beam_width")
     stated = constraint_of(params, fields) if request is None else None
-    return request if stated is None else ItemRequest(constraint=stated, attributes=attributes_asked(given))
+    if stated is not None:
+        return ItemRequest(constraint=stated, attributes=attributes_asked(given))
+    if request is None and attributes_asked(given):
+        raise request_fields.wrong_type(request_fields.NO_ATTRIBUTES, request_fields.ATTRIBUTES)
+    return request
 
 
 def _of_draws(params: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:

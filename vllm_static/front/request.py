@@ -9,7 +9,18 @@ from vllm.sampling_params import BeamSearchParams, SamplingParams, StructuredOut
 from itemset.serving.constraint import EBNF, JSON, LARK, SLATE, TAG
 from itemset.serving.front.lost_fields import holds_sets, undisguised
 from itemset.serving.front.request import BENDING, UNSAID, ItemRequest, candidates, wants_candidates
-from itemset.serving.front.request_fields import DRAWN, LIST, OPTIONS, REFERENCE, STRUCTURED, WORDS, attributes_asked
+from itemset.serving.front.request_fields import (
+    ATTRIBUTES,
+    DRAWN,
+    LIST,
+    NO_ATTRIBUTES,
+    OPTIONS,
+    REFERENCE,
+    STRUCTURED,
+    WORDS,
+    attributes_asked,
+    wrong_type,
+)
 from itemset.serving.wire import WIRE, EngineRequest
 
 _READ = {*WORDS, *OPTIONS, *DRAWN, LIST}
@@ -28,7 +39,11 @@ def asked(params: SamplingParams | BeamSearchParams) -> ItemRequest | None:
     extra = params.merged() if hasattr(params, "merged") else extra  # RankingParams has fields of its own
     judged = judge(extra, params.structured_outputs, k=k, draws=bool(k))
     given = constraint_of(params) if judged is None and k is None else None
-    return judged if given is None else ItemRequest(constraint=given, attributes=attributes_asked(extra))
+    if given is not None:
+        return ItemRequest(constraint=given, attributes=attributes_asked(extra))
+    if judged is None and attributes_asked(extra):
+        raise wrong_type(NO_ATTRIBUTES, ATTRIBUTES)
+    return judged
 
 
 def asked_of_generate(params: SamplingParams) -> ItemRequest | None:

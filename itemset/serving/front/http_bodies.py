@@ -153,7 +153,7 @@ async def _checked(hook: Hooks, middleware: BodyMiddleware, parse: Callable[[], 
 
     try:
         given = await parse()
-        with hook.spared("starlette.requests:Request.json"), refusals():
+        with hook.spared(f"{type(request).__module__}:{type(request).__name__}.json"), refusals():
             middleware.check(request.scope, given)
             await middleware.make(request, given)
     except RecursionError as error:  # not every endpoint expects it of its parser

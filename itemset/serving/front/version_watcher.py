@@ -77,7 +77,10 @@ class Follower:
         threading.Thread(target=self._run, name="item-set-follower", daemon=True).start()
 
     def _run(self) -> None:
-        compile_all()  # the engine has; no request should wait until they are loaded
+        try:
+            compile_all()  # the engine has; no request should wait until they are loaded
+        except Exception:
+            self._log.exception("Loops could not be loaded ahead: the first requests wait for them")
         while self.follows:  # the first look at once: it says which sets of the folder the start has left out
             try:
                 self.look()

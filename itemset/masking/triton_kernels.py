@@ -52,7 +52,7 @@ def mask(
 ) -> Tensor:
     refuse_strides(logits=logits, states=states, marks=marks, slots=slots)
     rows, vocabulary = logits.shape
-    chunk = min(STORED // logits.element_size(), max(triton.next_power_of_2(vocabulary), NEAR.value))
+    chunk = min(STORED // logits.element_size(), max(_power_of_2(vocabulary), NEAR.value))
     chunks = min(max(SPAN // chunk, 1), -(-vocabulary // chunk))
     _mask_kernel[(rows, -(-vocabulary // (chunk * chunks)))](
         arena.words, arena.sets, states, slots, rows_each, marks, marks.stride(0),
@@ -88,7 +88,7 @@ def _launch(arena: Arena, cells: Tensor, marks: Tensor, batch: Batch, out: Tenso
         tokens=batch.tokens, positions=batch.positions, cells=cells, marks=marks, out=out, logits=logits,
     )
     vocabulary = 0 if logits is None else logits.shape[1]
-    chunk = max(triton.next_power_of_2(vocabulary), NEAR.value)
+    chunk = max(_power_of_2(vocabulary), NEAR.value)
     _walk_kernel[(batch.rows,)](
         arena.words, arena.sets, cells, marks, marks.stride(0),
         batch.slots, batch.rows_each, batch.history, batch.history.stride(0), batch.begin, batch.end, batch.above,
@@ -109,9 +109,13 @@ def _is_aligned(logits: Tensor | None) -> bool:
     return logits is not None and (logits.data_ptr() | logits.stride(0) * logits.element_size()) % 16 == 0
 
 
+def _power_of_2(least: int) -> int:
+    return 1 << max(least - 1, 0).bit_length()
+
+
 def _stop_lanes(marks: Tensor | None) -> dict[str, int]:
     count = 0 if marks is None else marks.shape[1] - 1
-    return {"STOPS": count, "STOP_LANES": triton.next_power_of_2(max(count, 1))}
+    return {"STOPS": count, "STOP_LANES": _power_of_2(count)}
 
 
 @_jit

@@ -15,7 +15,7 @@ from engine_words import PROMPT, Answer, Item, asked
 CYCLES = 10
 LIST = asked("ragged", list=True, n=3, width=6, item_logprobs=True)
 LOADS = (asked("ragged", n=2), LIST, asked("ragged", draws=True, n=2))
-SETTLED, GROWTH = 5, 8 << 20  # the cycle after which memory is flat; bytes: a model more a cycle would be 11 MiB
+SETTLED, GROWTH = 5, 16 << 20  # the cycle after which it is nearly flat; in those after it 7 MiB, a leak would be 44
 
 Ask = Callable[[Any, dict[str, Any]], Awaitable[list[Answer]]]
 

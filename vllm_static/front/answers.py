@@ -5,6 +5,7 @@ sets stand in its constraint, `CompletionOutput.items` is a list of them. Other 
 """
 
 import copy
+import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
@@ -53,18 +54,19 @@ def decode_items(state: Any, tokenizer: Any, request: Any, expected: Any) -> Non
     request.sampling_params = params
     if alone:
         request.prompt_token_ids, request.prompt_embeds = [], None
-    own, whole = type(state.detokenizer).from_new_request(tokenizer, request), state.detokenizer
-    other_tokens, begun = whole.decode_next, expected.content is None
+    own, its = type(state.detokenizer).from_new_request(tokenizer, request), weakref.ref(state.detokenizer)
+    other_tokens, begun = type(state.detokenizer).decode_next, expected.content is None
 
     def decode_next(token: int) -> str:
         nonlocal begun
+        whole: Any = its()  # a circle would hold the set until Python's collector comes
         begun = begun or len(expected.content(whole.output_token_ids[-_NEAR:])) > 0
         if token in expected.stop_tokens or not begun:
-            return str(other_tokens(token))
+            return str(other_tokens(whole, token))
         own.token_ids.append(token)
         return str(own.decode_next(token))
 
-    whole.decode_next = decode_next
+    state.detokenizer.decode_next = decode_next
 
 
 @hook("vllm.v1.engine.output_processor:RequestState._new_completion_output", why="which item a finished answer is")

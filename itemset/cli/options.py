@@ -34,7 +34,7 @@ def tokenizer_of(args: argparse.Namespace, item_set: ItemSet | None = None) -> A
 def _without_torch() -> Iterator[None]:
     """Let transformers, if it is first imported here, find no torch, beside which it imports all of its models.
 
-    Tokenizers are the same, some six seconds earlier. Models are not to be had in this process any more.
+    Tokenizers are the same, some six seconds earlier. Models cannot be loaded in this process afterwards.
     """
     if sys.modules.keys() & {"torch", "transformers"}:
         yield

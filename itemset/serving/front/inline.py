@@ -324,7 +324,7 @@ class Chosen:
 
 
 def _reference(asked: Mapping[str, Any], of: str) -> str:
-    """Return the reference of a part, by what was asked for: its own digest is of items, not of the keys that pass."""
+    """Return the reference of a part. It names the request: the digest of its tables does not tell which keys pass."""
     text = "\n".join(word + _text(word, value) for word, value in asked.items())
     return part_reference(hashlib.blake2b(text.encode(), digest_size=16).hexdigest(), of)
 

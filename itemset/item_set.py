@@ -14,7 +14,7 @@ from itemset.errors import AGAIN, ItemSetError
 from itemset.text import Escape, Lossy, TokenizerId, encode, encode_pieces, fingerprint, identify
 from itemset.trie import attributes as attribute_columns
 from itemset.trie import file as index_file
-from itemset.trie import numbering, walk
+from itemset.trie import numbering, potential, walk
 from itemset.trie.file import Header
 from itemset.trie.keys import KeyList, Keys, as_keys, in_item_order
 from itemset.trie.levels import LevelPlan, ready_masks
@@ -60,6 +60,7 @@ class ItemSet:
         self.vocab_size, self.tokenizer, self.prefix, self.escape = origin
         """`prefix`: text before every item, as given to `build_text`. `escape`: how the items stand inside a longer
         text, as given to it; None if they are whole texts."""
+        self.temperature = 1.0  # of draws, above 1: see `select.views.tempered`
         self._same_tokenizer: Any = None  # the one that was found to be the set's own
 
     def __len__(self) -> int:
@@ -190,6 +191,16 @@ class ItemSet:
         table = of.attributes.select([name for name in names if name in of.attributes.column_names])
         each = iter(attribute_columns.rows_at(table, places if at is None else at[places]))
         return [list(islice(each, count)) for count in counts]
+
+    @property
+    def is_steered(self) -> bool:
+        """Return whether its items have boosts: see `view`."""
+        return bool(len(self.trie.tables.potential) or len(self.trie.tables.boosted))
+
+    def boosts_of(self, items: Any) -> NDArray[np.float64]:
+        """Return the boost of each item [N], 0 without one. items: as for `build`. Raises as `keys_of` does."""
+        tables, whole = self.trie.tables, self.whole.trie.tables
+        return potential.boosts_of(tables, whole, self._terminal_rank, self._numbered(items))
 
     def _numbered(self, items: Any) -> NDArray[np.int64]:
         """Return the number of each item. Raises ItemSetError for the first that is no item of the set."""

@@ -77,6 +77,7 @@ def from_index(header: Header, arrays: dict[str, NDArray[Any]], *, name: str, ch
     try:
         sections = {field: arrays[field] for field in SECTIONS}
         far_block = far_block_of(sections["targets"], sections["tail_base"], header.tail_tokens)
+        sections["potential"] = arrays.get("potential", NONE)  # of a steered one, which no file holds
         tables = Tables(**sections, alive=NONE, dead=NONE, token_bits=header.token_bits, far_block=far_block)
         extent = header.items, header.shortest, header.longest
         trie = Trie(tables, *extent, header.level_nodes, header.level_edges, header.tail_tokens)

@@ -82,6 +82,29 @@ def test_a_list_of_what_a_filter_leaves(engine, oracle):
         assert found.keys == [keys[item] for _, item in expected]
 
 
+BOOSTS = [
+    {"item_filter": {"tag": {"$gte": 1}}, "boost": {"tag": -2.5}},
+    {"exclude_keys": tagged_keys()[:40], "boost_keys": {"item 41": 4.0, "item 200": 2, "item 50": -3, "nobody": 9}},
+    {"only_keys": tagged_keys()[100:], "boost": {"tag": 2}, "boost_keys": {"item 101": -5}},
+]
+
+
+@pytest.mark.parametrize("words", BOOSTS)
+def test_boosts_steer_a_list(engine, oracle, words):
+    """Proven, and by a beam: the best by the sum of what the model and the boosts say."""
+    gone, only = words.get("exclude_keys", ()), words.get("only_keys", tagged_keys())
+    adds: dict[tuple[int, ...], float] = {}
+    for i, (item, key) in enumerate(zip(tagged_items(), tagged_keys(), strict=True)):
+        if key in only and key not in gone and ("item_filter" not in words or i % 3):
+            added = words.get("boost", {}).get("tag", 0) * (i % 3) + words.get("boost_keys", {}).get(key, 0)
+            adds[tuple(item)] = max(added, adds.get(tuple(item), -math.inf))
+    expected = sorted(oracle(sorted(adds)), key=lambda one: -one[0] - adds[one[1]])[:9]
+    for more in ({"exact": True}, {"width": 300}):
+        for found in engine.rank(9, item_set="tagged", **words, **more):
+            check(found, expected)
+            assert found.proven
+
+
 def test_the_proven_best_of_several_prompts(engine, oracle, named_sets):
     lists = engine.rank(4, [PROMPT, [11, 12], PROMPT], item_set="ragged", exact=True)
     check(lists[0], oracle(sorted(named_sets["ragged"].items))[:4])
@@ -157,6 +180,16 @@ def choices_of(server: Any, endpoint: str, body: dict[str, Any]) -> list[dict[st
         ({"exact": "yes"}, "exact must be true or false, not 'yes'"),
         ({"exact": True, "max_passes": 1}, "no item was found before the limit: raise max_passes"),
         ({"exact": True, "use_beam_search": False}, "exact is for ranked lists: add use_beam_search and n"),
+        (
+            {"item_set": "tagged", "boost": {"tga": 1}},
+            "boost: there is no attribute 'tga': the set has \"tag\" (integer)",
+        ),
+        ({"item_set": "tagged", "boost": {"tag": "high"}}, "boost: the weight of 'tag' is 'high': give a number"),
+        ({"item_set": "tagged", "boost": {"tag": 1e9}}, "boost: it changes a score by up to 2e+09, the limit is 1,000"),
+        ({"item_set": "tagged", "boost_keys": ["item 4"]}, "boost_keys must be an object of keys and what each adds"),
+        ({"boost_keys": {"one": 1}}, "boost_keys: 'one' is no key: the keys of this set are integers"),
+        ({"boost_keys": {"1": 1, "01": 2}}, "boost_keys: the key 1 is given twice: give it once"),
+        ({"use_beam_search": False, "boost_keys": {"1": 1}}, "boost_keys steers ranked lists and exact draws: ask for"),
     ],
 )
 def test_a_bad_list_is_http_400(server, body, message):
@@ -169,9 +202,9 @@ def test_a_list_has_no_logprobs(server):
     check_refused(server, "/v1/completions", body, "no logprobs of single tokens")
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_draws_follow_the_models_distribution(engine, oracle, temperature):
-    check_fit(engine.draw, oracle, temperature)
+@pytest.mark.parametrize(("temperature", "boosts"), [(1.0, {}), (0.5, {}), (2.0, {}), (0.7, {"4": 1.5, "9": -2})])
+def test_draws_follow_the_models_distribution(engine, oracle, temperature, boosts):
+    check_fit(engine.draw, oracle, temperature, boosts)
 
 
 def test_draws_of_what_a_filter_leaves(engine):

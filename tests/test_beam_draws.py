@@ -26,6 +26,7 @@ from test_kernels import Launches, NothingReadBack
 from test_ranking_kernels import KERNELS, Operations, as_engines_have_them, random_sets
 from test_search import END as LAST
 from test_search import VOCABULARY
+from views import made
 
 import itemset
 from itemset.masking.arena import Arena, room_for
@@ -60,10 +61,20 @@ def run(
     *, kernels: str = "auto", narrow: bool = False, temperature: float = 1.0,
 ) -> Beams:  # fmt: skip
     """The races of a drawing."""
-    arena, (number,), (built,) = placed(list(map(list, items)))
-    keys, wanted = drawing.races
+    return run_in(
+        made(list(map(list, items))), after, drawing, end, width, kernels, narrow=narrow, temperature=temperature
+    )
+
+
+def run_in(
+    built: itemset.ItemSet, after: LogProbs, drawing: Drawing, end: int, width: int, kernels: str = "auto",
+    *, narrow: bool = False, temperature: float = 1.0,
+) -> Beams:  # fmt: skip
+    """The same of a set or view."""
+    arena = Arena(room_for(built), DEVICE)
+    number, (keys, wanted) = arena.acquire(built), drawing.races
     options: dict[str, Any] = {"width": width, "k": wanted, "end_token": end, "kernels": kernels}
-    options |= {"keys": torch.tensor(keys, device=DEVICE), "temperature": temperature}
+    options |= {"keys": torch.tensor(keys, device=DEVICE), "temperature": temperature, "boost": drawing.tree.boosting}
     found = Beams(arena, [number] * len(keys), built.level_plan, **options)
     while found.passes_left:
         rows, queries = found.rows if found.taken else 1, found.queries
@@ -270,5 +281,5 @@ def test_an_impossible_set_gives_nothing():
 def test_what_cannot_be_drawn(temperature):
     arena, (number,), (built,) = placed([[1]])
     keys = torch.zeros(1, dtype=torch.int64, device=DEVICE)
-    with pytest.raises(ValueError, match="more than 0, and at most 1"):
+    with pytest.raises(ValueError, match="more than 0"):
         Beams(arena, [number], built.level_plan, keys=keys, width=1, k=1, end_token=0, temperature=temperature)

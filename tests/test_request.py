@@ -82,7 +82,7 @@ def test_what_a_request_asks_of_draws():
             "renormalised",
         ),
         ({"drawing": True, "draws": True}, "draws must be a number of draws, at least 1, not True", "draws"),
-        ({"drawing": True, "draws": 2, "temperature": "1"}, "temperature must be 1e-06 to 1", "temperature"),
+        ({"drawing": True, "draws": 2, "temperature": "1"}, "temperature must be 1e-06 to 100", "temperature"),
         ({"drawing": True, "draws": 2, "seed": 1.5}, "seed must be an integer", "seed"),
         ({"drawing": True, "draws": 2, "replaced": True}, "did you mean replace?", "replaced"),
     ):

@@ -19,7 +19,8 @@ from itemset.masking import batch as form
 from itemset.masking.arena_plan import ArenaFullError, Place, Plan, Resident, aligned, arena_bytes, room_for
 from itemset.masking.batch import NO_BITS, READY, ROW, kernels_for, table_row
 from itemset.trie.levels import LevelPlan
-from itemset.trie.tables import SECTIONS
+from itemset.trie.pointers import Pointers
+from itemset.trie.tables import OF_VIEWS, SECTIONS
 
 PIECE = 1 << 24  # bytes of each of the two staging buffers
 _REMEMBERED = 4  # steps whose ends are told apart
@@ -117,7 +118,7 @@ class Copies:
 __all__ = ["Arena", "ArenaFullError", "Place", "Plan", "Resident", "arena_bytes", "check_tables", "room_for"]
 
 _ALPHABETS = 8  # of a set
-_SECTIONS = dict(zip((*SECTIONS, "alive", "dead"), range(len(SECTIONS) + 2), strict=True)) | {"ready": READY}
+_SECTIONS = {name: Pointers._fields.index(name) for name in (*SECTIONS, *OF_VIEWS)} | {"ready": READY}
 
 
 @dataclass

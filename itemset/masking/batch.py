@@ -33,9 +33,10 @@ COUNT_MASK = ANY_CONSUMED - 1
 # A set's row begins with its `Pointers`: where its sections lie, then counts and widths. Triton takes a section's place
 # as a word of `Arena.words`, NO_BITS if there is none; Numba as an address, 0 if there is none.
 ROW_OFFSETS, TERMINAL, LABELS, TARGETS, NODE_BASE, TAIL_BASE, TAILS, ALIVE, DEAD_LIST, DEAD_COUNT = range(10)
+POTENTIAL, BOOSTED, BOOSTED_COUNT, _, EDGES = range(10, 15)
 # READY: where its ready masks lie (trie.levels). WIDTHS: for Triton, all in one. On the host path: where a request's
 # stop tokens lie, and how many.
-READY, WIDTHS, STOPS, STOP_COUNT = range(18, 22)
+READY, WIDTHS, STOPS, STOP_COUNT = range(21, 25)
 assert len(Pointers._fields) == READY
 ROW = STOP_COUNT + 1
 NO_BITS = -1

@@ -26,8 +26,8 @@ from itemset.trie.walk import DEAD, STATE_BITS
 
 NOTHING = -(1 << 63)  # the key of no candidate
 OPEN, ENDED, ALONE = range(3)  # which candidates are items at once: none, those that have ended, those that stand alone
-COLUMNS = 8
-STATE, SCORE, LOG, KEY, PARENT, TAIL, FIRST, DEGREE = range(COLUMNS)
+COLUMNS = 9
+STATE, SCORE, LOG, KEY, PARENT, TAIL, FIRST, DEGREE, BOOST = range(COLUMNS)
 END_SCORE, END_LOG, EARLIEST = range(3)
 
 
@@ -38,6 +38,7 @@ class Rules(NamedTuple):
     items: int  # OPEN, ENDED or ALONE: which children are items at once
     whole: bool  # whether a child's tail is read at once; else beams go through it token by token
     power: float  # 1 / temperature of races, whose score is a Gumbel time; 0 of lists, whose score is log-probability
+    boost: float  # what the potentials of the sets are multiplied by; 0 if they have none
 
 
 class Rows(NamedTuple):
@@ -45,13 +46,14 @@ class Rows(NamedTuple):
 
     table: [COLUMNS, L, W] int64, contiguous:
         STATE, with the set's number, as in `Slots.row_states`: DEAD if there is no beam, END of a beam with its tail.
-        SCORE and LOG, the bits of float64: what orders beams, and their log-probability, both without the tail. They
-            are the same in lists; in races the score is the time, negated. -inf if there is no beam.
+        SCORE and LOG, the bits of float64: what orders beams, and their log-probability, both without the tail. In
+            lists the score has the beam's BOOST besides; in races it is the time, negated. -inf if there is no beam.
         KEY, of races: where a beam's random numbers come from.
         PARENT, the row of the pass before that the beam continues; 0 if there is no beam.
         TAIL, how many of the tail's tokens are still to be scored; -1 if there is no beam.
         FIRST and DEGREE, the first child's edge, and how many children there are. Inside a tail, if beams go on token
             by token, the one child has the state in place of an edge.
+        BOOST, the bits of float64: its potential (`trie.potential`), times the rules' boost.
     tokens: [L, W, longest] int64, -1 after a beam's tokens. Those of its tail are among them.
     """
 

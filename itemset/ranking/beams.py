@@ -34,7 +34,8 @@ class BeamOptions(TypedDict, total=False):
     stepwise: one token a pass for all beams: `queries` is 1, and an item that stands alone may be pruned later.
     longest: with stepwise, the most tokens of an item that is found; those of the plan's longest if None.
     keys: [lists] int64, on the arena's device: draw, by these keys of `exact_sampling.Drawing.races`.
-    temperature: of draws, above 0 and at most 1.
+    temperature: of draws, above 0; above 1 of sets that `tempered` has made.
+    boost: what the boosts of the sets (`view`) count, and the potential of their roots, times that; none by default.
     kernels: by default as the arena's; "auto" is Numba on a CPU and Triton on an accelerator.
     """
 
@@ -46,6 +47,7 @@ class BeamOptions(TypedDict, total=False):
     longest: int | None
     keys: Tensor | None
     temperature: float
+    boost: tuple[float, float]
     kernels: Kernels
 
 
@@ -99,12 +101,14 @@ class Beams:
         self.queries, self.rows, self.riding, self.taken = 1, 1, 0, 0
         end_token, keys = options["end_token"], options.get("keys")
         self._plan, self._renormalised = plan, options.get("renormalised", False)
+        boost, root = options.get("boost", (0.0, 0.0))
         self._races = keys is not None
         self._rules = Rules(
             -1 if end_token is None else end_token,
             items_of(end_token, self._renormalised),
             not options.get("stepwise", False),
             0.0 if keys is None else 1 / options.get("temperature", 1.0),
+            boost,
         )
         self._kernels = kernels_for("ranking", arena.device.type, options.get("kernels", arena.choice))
         self.passes_left = self._passes()
@@ -115,6 +119,9 @@ class Beams:
         if keys is not None:
             self._rows.table[form.KEY, :, 0] = keys
             self._rows.scores[:, 0] = -_log_exponential(keys)
+        if boost:
+            self._rows.scores[:, 0] += root
+            self._rows.table[form.BOOST].view(torch.float64)[:, 0] = root
         self._items = Items.empty(self.lists, self.k, self.longest, arena.device)
         self._items.tokens.fill_(-1)
         for column in self._items[1:]:
@@ -346,8 +353,8 @@ def _check(lists: int, options: BeamOptions) -> None:
         raise ValueError("longest is given without stepwise: tails are read whole")
     check_widths(options["width"])
     check_positive(k=options["k"], longest=longest, lists=lists)
-    if not 0 < temperature <= 1:
-        raise ValueError(f"temperature is {temperature}: make it more than 0, and at most 1")
+    if not temperature > 0 or (temperature > 1 and "boost" not in options):
+        raise ValueError(f"temperature is {temperature}: make it more than 0, and with `tempered` sets above 1")
 
 
 def _log_exponential(keys: Tensor) -> Tensor:

@@ -20,6 +20,8 @@ from itemset.ranking.cpu_log_sum import as_float, log_sum, ordered
 from itemset.ranking.exact_sampling import TOKEN, clock_after, log_exponential, mixed, time_outside
 from itemset.trie import walk
 from itemset.trie.pointers import compiled, first_edge, label, pointers_at
+from itemset.trie.potential import potential_of
+from itemset.trie.tables import TERMINAL
 from itemset.trie.walk import DEAD, END, WAITING, is_alive, is_terminal, tail_entry, tail_token
 
 _TAILS = walk.TAIL  # the first state inside a tail
@@ -40,7 +42,7 @@ def legal_sums(now: Pass) -> Tensor:
 
 def ended(now: Pass, sums: Tensor) -> Tensor:
     ends = torch.empty(3, *sums.shape[:2], dtype=torch.float64)
-    _ended(*_arguments(now), now.rules.end_token, sums.numpy(), now.taken, now.rules.power, ends.numpy())
+    _ended(*_arguments(now), now.rules.end_token, sums.numpy(), now.taken, *_weights(now), ends.numpy())
     return ends
 
 
@@ -48,7 +50,7 @@ def best(now: Pass, sums: Tensor, ends: Tensor, size: int, wanted: int) -> tuple
     items = now.rules.items
     keys = torch.full((1 if items == form.OPEN else 2, len(sums), wanted), NOTHING)
     places = torch.zeros_like(keys)
-    _best(*_arguments(now), sums.numpy(), ends.numpy(), items, now.rules.power, keys.numpy(), places.numpy())
+    _best(*_arguments(now), sums.numpy(), ends.numpy(), items, *_weights(now), keys.numpy(), places.numpy())
     return keys, places
 
 
@@ -59,7 +61,7 @@ def follow(now: Pass, sums: Tensor, ends: Tensor, keys: Tensor, places: Tensor, 
     if riding:
         _ride(*given, now.taken, riding, *out)
     chosen = (tensor.numpy() for tensor in (ends, keys, places, now.offsets))
-    _follow(*given, *chosen, now.taken, now.rules.whole, now.rules.power, riding, *out)
+    _follow(*given, *chosen, now.taken, now.rules.whole, *_weights(now), riding, *out)
     return new
 
 
@@ -71,6 +73,10 @@ def merge(now: Pass, ends: Tensor, done: Rows | None, riding: int) -> tuple[Item
     tables = (*now.rows, *now.items, ends, *done, *merged, alive)
     _merge(*(tensor.numpy() for tensor in tables), riding)
     return merged, alive
+
+
+def _weights(now: Pass) -> tuple[float, float]:
+    return now.rules.power, now.rules.boost
 
 
 def _arguments(now: Pass) -> tuple[Any, ...]:
@@ -130,9 +136,10 @@ def _legal_sums(sets, logits, strides, columns, table, tokens, bars, end_token, 
 
 
 @compiled
-def _ended(sets, logits, strides, columns, table, tokens, bars, end_token, sums, taken, power, ends):
+def _ended(sets, logits, strides, columns, table, tokens, bars, end_token, sums, taken, power, boost, ends):
     lists, count, queries = sums.shape
     scores, logs = table[SCORE].view(np.float64), table[form.LOG].view(np.float64)
+    boosts = table[form.BOOST].view(np.float64)
     for one in range(lists):
         tables = pointers_at(row_at(sets, table[STATE, one, 0]))
         for beam in range(count):
@@ -140,15 +147,20 @@ def _ended(sets, logits, strides, columns, table, tokens, bars, end_token, sums,
             if not scores[one, beam] > bars[one, -1]:
                 continue
             at, tail, log = one * strides[0] + beam * strides[1], table[form.TAIL, one, beam], logs[one, beam]
+            above = own = boosts[one, beam]
+            state = table[STATE, one, beam] & LOCAL
+            if boost and state < WAITING:  # an item that ends at a node has its own; another one has its last edge's
+                own = boost * potential_of(tables, TERMINAL + state)
             clock, key, total, nearest = -scores[one, beam], np.uint64(table[form.KEY, one, beam]), 0.0, math.inf
             steps = tail + (end_token >= 0)
-            if steps > queries or not is_terminal(tables, table[STATE, one, beam] & LOCAL):
+            if steps > queries or not is_terminal(tables, state):
                 steps = -1
             begin = table[form.FIRST, one, beam]
             for edge in range(begin, begin + table[form.DEGREE, one, beam] if power else begin):
                 if _lives(tables, edge):
                     token = _token(tables, edge)
                     share = power * (_logit(logits, at, token, columns) - sums[one, beam, 0])
+                    share += _boost_of(tables, edge, boost, above) - above
                     if share > -math.inf:
                         total += math.exp(share)
                         nearest = min(nearest, log_exponential(mixed(key, TOKEN + token)) - share)
@@ -158,36 +170,41 @@ def _ended(sets, logits, strides, columns, table, tokens, bars, end_token, sums,
                 token = tokens[one, beam, taken + column] if column < tail else end_token
                 cost = _logit(logits, at + column * strides[2], token, columns) - sums[one, beam, column]
                 if power:
-                    after, share = mixed(key, TOKEN + token), power * cost
+                    after, share = mixed(key, TOKEN + token), power * cost + (0.0 if column else own - above)
                     time = log_exponential(after) - share if share > -math.inf else math.inf
                     if column:
                         here = min(time, time_outside(key, math.exp(share)))
                     else:
                         here = min(time, nearest, time_outside(key, total + math.exp(share)))
                         ends[form.EARLIEST, one, beam] = here
-                    clock, key = clock_after(clock, time, here, power * log), after
+                    clock, key = clock_after(clock, time, here, power * log + (own if column else above)), after
                 log += cost
-            if steps >= 0 and (-clock if power else log) > -math.inf:
-                ends[form.END_SCORE, one, beam], ends[form.END_LOG, one, beam] = -clock if power else log, log
+            score = -clock if power else log + own
+            if steps >= 0 and score > -math.inf:
+                ends[form.END_SCORE, one, beam], ends[form.END_LOG, one, beam] = score, log
 
 
 @compiled
-def _best(sets, logits, strides, columns, table, tokens, bars, sums, ends, items, power, keys, places):
+def _best(sets, logits, strides, columns, table, tokens, bars, sums, ends, items, power, boost, keys, places):
     """The best of each kind stand in a heap, the worst of them first."""
     lists, count, _ = sums.shape
     scores, logs = table[SCORE].view(np.float64), table[form.LOG].view(np.float64)
+    boosts = table[form.BOOST].view(np.float64)
     for one in range(lists):
         tables, bar, before = pointers_at(row_at(sets, table[STATE, one, 0])), bars[one, -1], 0
         for beam in range(count):
             begin, degree, score_here = table[form.FIRST, one, beam], table[form.DEGREE, one, beam], scores[one, beam]
             sum_here, at = sums[one, beam, 0], one * strides[0] + beam * strides[1]
-            random, mass, base = np.uint64(table[form.KEY, one, beam]), power * logs[one, beam], score_here - sum_here
+            above = boosts[one, beam]
+            random, mass = np.uint64(table[form.KEY, one, beam]), power * logs[one, beam] + above
+            base = logs[one, beam] - sum_here
             for child in range(degree if score_here > bar else 0):
                 edge = begin + child
                 token = _token(tables, edge)
-                score = base + _logit(logits, at, token, columns)
+                own = _boost_of(tables, edge, boost, above)
+                score = base + _logit(logits, at, token, columns) + own
                 if power:
-                    share = power * (_logit(logits, at, token, columns) - sum_here)
+                    share = power * (_logit(logits, at, token, columns) - sum_here) + own - above
                     if not share > -math.inf:
                         continue
                     time = log_exponential(mixed(random, TOKEN + token)) - share
@@ -233,16 +250,17 @@ def _clear(table, new, new_tokens):
 def _ride(sets, logits, strides, columns, table, tokens, bars, end_token, sums, taken, riding, new, new_tokens):
     """Score the next token of each beam's tail, of which others are left for later passes."""
     lists, count, queries = sums.shape
-    scores, reals = table[SCORE].view(np.float64), new.view(np.float64)
+    reals, new_reals = table.view(np.float64), new.view(np.float64)
     for one in range(lists):
         n = 0
         for beam in range(count):
-            tail, score = table[form.TAIL, one, beam], scores[one, beam]
-            if n == riding or not score > bars[one, -1] or tail + (end_token >= 0) <= queries:
+            tail = table[form.TAIL, one, beam]
+            if n == riding or not reals[SCORE, one, beam] > bars[one, -1] or tail + (end_token >= 0) <= queries:
                 continue
             at, token = one * strides[0] + beam * strides[1], tokens[one, beam, taken]
-            score += _logit(logits, at, token, columns) - sums[one, beam, 0]
-            reals[SCORE, one, n] = reals[form.LOG, one, n] = score
+            log = reals[form.LOG, one, beam] + (_logit(logits, at, token, columns) - sums[one, beam, 0])
+            new_reals[form.LOG, one, n], new_reals[form.BOOST, one, n] = log, reals[form.BOOST, one, beam]
+            new_reals[SCORE, one, n] = log + reals[form.BOOST, one, beam]
             new[STATE, one, n], new[form.TAIL, one, n] = table[STATE, one, beam], tail - 1
             new[form.PARENT, one, n], new_tokens[one, n] = beam, tokens[one, beam]
             n += 1
@@ -251,10 +269,11 @@ def _ride(sets, logits, strides, columns, table, tokens, bars, end_token, sums, 
 @compiled
 def _follow(
     sets, logits, strides, columns, table, tokens, bars, end_token, sums, ends, keys, places, offsets, taken,
-    whole, power, riding, new, new_tokens,
+    whole, power, boost, riding, new, new_tokens,
 ):  # fmt: skip
     lists, count, _ = sums.shape
     scores, logs = table[SCORE].view(np.float64), table[form.LOG].view(np.float64)
+    boosts, new_boosts = table[form.BOOST].view(np.float64), new[form.BOOST].view(np.float64)
     new_scores, new_logs = new[SCORE].view(np.float64), new[form.LOG].view(np.float64)
     for one in range(lists):
         number = table[STATE, one, 0] & ~LOCAL
@@ -267,12 +286,15 @@ def _follow(
             edge = table[form.FIRST, one, at] + place - (offsets[one, at] - table[form.DEGREE, one, at])
             token, state = _token(tables, edge), state_after(tables, edge)
             cost = _logit(logits, one * strides[0] + at * strides[1], token, columns) - sums[one, at, 0]
-            new_logs[one, n] = new_scores[one, n] = logs[one, at] + cost
+            above = boosts[one, at]
+            own = _boost_of(tables, edge, boost, above)
+            new_logs[one, n], new_boosts[one, n] = logs[one, at] + cost, own
+            new_scores[one, n] = new_logs[one, n] + own
             if power:
                 key = mixed(np.uint64(table[form.KEY, one, at]), TOKEN + token)
-                time = log_exponential(key) - power * cost
+                time = log_exponential(key) - (power * cost + own - above)
                 new_scores[one, n] = -clock_after(
-                    -scores[one, at], time, ends[form.EARLIEST, one, at], power * logs[one, at]
+                    -scores[one, at], time, ends[form.EARLIEST, one, at], power * logs[one, at] + above
                 )
                 new[form.KEY, one, n] = np.int64(key)
             new_tokens[one, n, :taken] = tokens[one, at, :taken]
@@ -335,6 +357,14 @@ def state_after(tables, edge):
 def _token(tables, edge):
     """The token of an edge, or of a state inside a tail that stands in its place."""
     return tail_token(tables, edge) if edge >= _TAILS else label(tables, edge)
+
+
+@compiled
+def _boost_of(tables, edge, boost, above):
+    """What a child's potential adds: inside a tail, as much as that of the beam `above` it; no more anywhere."""
+    if not boost or edge >= _TAILS:
+        return above
+    return min(above, boost * potential_of(tables, edge))
 
 
 @compiled

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from itemset.item_set import ItemSet
 from itemset.ranking.scored_tree import ITEM, PENDING, ROOT, UNSCORED, ScoredTree
 from itemset.ranking.search import Found, Item, Rounds, check_positive
+from itemset.select.views import tempered
 from itemset.trie.pointers import compiled
 
 _GOLDEN, _FIRST, _SECOND = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
@@ -37,7 +38,9 @@ class CutOffError(ValueError):
 class DrawingOptions(TypedDict, total=False):
     """replace: n independent draws, among which an item may occur again, the default; if False, n distinct items, each
     drawn from what the others have left: fewer if the set has fewer.
-    temperature: over items: one of probability p is drawn with a weight of p^(1/T).
+    temperature: over items: one of probability p is drawn with a weight of p^(1/T), of a boost b (`itemset.view`) with
+        (p * e^b)^(1/T).
+    boost: what boosts are multiplied by.
     seed: of all random numbers; another one each time if None.
     width: passes in a round at least, if they can be of use; by default rounds grow with the passes so far.
     max_passes: stop after these. approximate: let the draws that are not finished then go on among the items that are
@@ -46,6 +49,7 @@ class DrawingOptions(TypedDict, total=False):
 
     replace: bool
     temperature: float
+    boost: float
     seed: int | None
     width: int | None
     max_passes: int | None
@@ -60,20 +64,25 @@ class Drawing(Rounds):
     """
 
     def __init__(self, item_set: ItemSet, n: int, *, end_token: int, **options: Unpack[DrawingOptions]) -> None:
-        """Raises ValueError if n, width or max_passes is less than 1, or the temperature not above 0 and at most 1.
+        """Raises ValueError if n, width or max_passes is less than 1, or the temperature not above 0.
 
         end_token: the end of an item counts in its probability, as without it an item that is the beginning of another
         one would count twice.
         """
         temperature, self._width = options.get("temperature", 1.0), options.get("width")
         check_positive(n=n, width=self._width, max_passes=options.get("max_passes"))
-        if not 0 < temperature <= 1:
-            raise ValueError(f"temperature is {temperature}: make it more than 0, and at most 1")
-        tree = ScoredTree(item_set, end_token=end_token, power=1 / temperature)
+        if not 0 < temperature < math.inf:
+            raise ValueError(f"temperature is {temperature}: make it more than 0")
+        boost = options.get("boost", 1.0) / temperature
+        if temperature > 1:  # its potentials have all of that
+            if item_set.temperature != temperature:
+                item_set = tempered(item_set, temperature, options.get("boost", 1.0))
+            boost = 1.0
+        tree = ScoredTree(item_set, end_token=end_token, power=1 / temperature, boost=boost)
         super().__init__(tree, options.get("max_passes"))
         races, self._k = (n, 1) if options.get("replace", True) else (1, n)
         self._keys = np.random.SeedSequence(options.get("seed")).generate_state(races, "u8")
-        self._races = [Race.of(key, self._k) for key in self._keys]
+        self._races = [Race.of(key, self._k, tree.boosting[1]) for key in self._keys]
         self._known: Mapping[int, Sequence[Item]] = {}
         self._before = 0, 0
         self._approximate = options.get("approximate", False)
@@ -144,9 +153,10 @@ class Race:
     items: list[int] = field(default_factory=list)  # the nodes of those that have rung; there will be `k`
 
     @classmethod
-    def of(cls, key: np.uint64, k: int) -> "Race":
+    def of(cls, key: np.uint64, k: int, mass: float = 0.0) -> "Race":
+        """Return a race at its start. mass: of its root."""
         heap = np.zeros(64, ENTRY)
-        heap[0] = (log_exponential(key), key, 0.0, ROOT, 0)
+        heap[0] = (log_exponential(key) - mass, key, 0.0, ROOT, 0)
         return cls(k, heap)
 
     @property

@@ -12,7 +12,10 @@ from numpy.typing import NDArray
 from itemset.item_set import ItemSet
 from itemset.masking.cpu_kernels import children_from
 from itemset.trie.pointers import compiled, first_edge, label
+from itemset.trie.potential import ROOT as ROOT_POTENTIAL
+from itemset.trie.potential import potential_of
 from itemset.trie.rows import grown
+from itemset.trie.tables import TERMINAL
 from itemset.trie.walk import END, TAIL, advance, follow, is_alive, is_terminal, tail_token
 
 
@@ -73,27 +76,36 @@ class ScoredTree:
 
     def __init__(
         self, item_set: ItemSet, *, end_token: int | None, power: float = 1.0, renormalised: bool = False,
-        forced: bool = True,
+        forced: bool = True, boost: float = 0.0,
     ) -> None:  # fmt: skip
-        """power: at least 1, or masses would be no bounds. end_token: None if the end of an item is not scored.
-        renormalised: a token's probability is its share among those that may stand there, so that tails cost nothing.
-        forced: tokens without an alternative in the set are certain, too.
+        """power: at least 1, or masses would be no bounds, unless the set's potentials make them so. end_token: None if
+        the end of an item is not scored. renormalised: a token's probability is its share among those that may stand
+        there, so that tails cost nothing. forced: tokens without an alternative in the set are certain, too. boost:
+        what the set's potentials (`trie.potential`) count, which are added to masses.
         """
+        self._item_set, self._boost = item_set, boost = item_set, boost * item_set.is_steered
         self._tables, self._power = item_set.trie.tables, power
         self._end = -1 if end_token is None else end_token
         self._renormalised, self._forced = renormalised, forced
-        self._nodes = _Growing(np.array([(0.0, SELF, 0, -1, UNSCORED)], NODE))
+        self._root = boost * float(potential_of(self._tables.pointers, ROOT_POTENTIAL)) if boost else 0.0
+        self._nodes = _Growing(np.array([(self._root, SELF, 0, -1, UNSCORED)], NODE))
         self._expansions, self._runs = _Growing(np.zeros(1, EXPANSION)), _Growing(np.zeros(0, RUN))
         self._prefixes: list[tuple[int, ...]] = [()]  # the tokens of each expansion
         # Of the passes that were asked for: the nodes; the edges to the children of all, side by side, of each the
         # last may be SELF; and how many.
         self._asked, self._edges, self._counts = (np.zeros(0, np.int64) for _ in range(3))
+        self._ends: tuple[NDArray[np.int64], NDArray[np.int64]]  # of each: its last edge, and the state after it
         self._ones: list[Pass] = []
 
     @property
     def nodes(self) -> NDArray[Any]:
         """Return the nodes, [nodes] NODE."""
         return self._nodes.rows
+
+    @property
+    def boosting(self) -> tuple[float, float]:
+        """Return what the set's potentials count, and the root's times that: see `beams.BeamOptions`."""
+        return self._boost, self._root
 
     @property
     def arrays(self) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
@@ -105,7 +117,8 @@ class ScoredTree:
         self._asked = np.array(nodes, np.int64)
         asked = self.nodes[self._asked]
         self.nodes["expansion"][self._asked] = PENDING
-        states, runs = self._read(asked["edge"], self._forced)
+        states, runs, lasts = self._read(asked["edge"], self._forced)
+        self._ends = lasts, states
         self._counts, self._edges, sizes, after = _children(self._tables.pointers, states, self._end)
         before = (self._prefixes[parent] for parent in asked["parent"].tolist())
         columns = zip(before, runs, asked["edge"].tolist(), np.split(after, np.cumsum(sizes)), strict=False)
@@ -127,6 +140,10 @@ class ScoredTree:
         expansions = self._expansions.more(len(nodes))
         expansions["mass"] = self.nodes["mass"][nodes] + self._add_runs(expansions, answers)
         masses = np.repeat(expansions["mass"], counts) + logs
+        if self._boost:
+            masses += self._boost * _boost_steps(
+                self._tables.pointers, self.nodes["edge"][nodes].astype(np.int64), *self._ends, counts, edges
+            )
         new = self._nodes.more(int(np.count_nonzero(masses > above)))
         rule = self._end, self._renormalised
         _add_children(self._tables.pointers, (own, first), expansions, masses, edges, counts, above, rule, new)
@@ -139,10 +156,14 @@ class ScoredTree:
 
     def items(self, nodes: NDArray[Any]) -> list[tuple[tuple[int, ...], float]]:
         """Return the tokens of some items, [items] NODE, without the end token, and their log-probabilities."""
-        _, runs = self._read(nodes["edge"], False)
-        scores = (nodes["mass"] / self._power).tolist()
-        parents = nodes["parent"].tolist()
-        return [(self._prefixes[i] + run, score) for i, run, score in zip(parents, runs, scores, strict=True)]
+        _, runs, _ = self._read(nodes["edge"], False)
+        items = [self._prefixes[i] + run for i, run in zip(nodes["parent"].tolist(), runs, strict=True)]
+        logs = (nodes["mass"] - self.boosts(items)) / self._power
+        return list(zip(items, logs.tolist(), strict=True))
+
+    def boosts(self, items: Sequence[tuple[int, ...]]) -> Any:
+        """Return what boosts add to the mass of each item, [items] float64, or 0."""
+        return self._boost * self._item_set.boosts_of(items) if self._boost else 0.0
 
     def unknown_share(self) -> float:
         """Return the most that items of unscored prefixes may have of the set's distribution: a share of 0 to 1."""
@@ -154,11 +175,14 @@ class ScoredTree:
         most = np.logaddexp.reduce(unscored)
         return float(np.exp(most - np.logaddexp(most, known)))
 
-    def _read(self, edges: NDArray[np.int32], forced: bool) -> tuple[NDArray[np.int64], list[tuple[int, ...]]]:
-        """Return the state after each edge and the tokens that are certain after it, and all of these tokens."""
-        states, lengths, flat = _read_edges(self._tables.pointers, np.ascontiguousarray(edges), forced)
+    def _read(
+        self, edges: NDArray[np.int32], forced: bool
+    ) -> tuple[NDArray[np.int64], list[tuple[int, ...]], NDArray[np.int64]]:
+        """Return the state after each edge and the tokens that are certain after it, all of these tokens, and the last
+        edge on the way."""
+        states, lengths, flat, lasts = _read_edges(self._tables.pointers, np.ascontiguousarray(edges), forced)
         ends, tokens = np.cumsum(lengths).tolist(), flat.tolist()
-        return states, [tuple(tokens[end - n : end]) for end, n in zip(ends, lengths.tolist(), strict=True)]
+        return states, [tuple(tokens[end - n : end]) for end, n in zip(ends, lengths.tolist(), strict=True)], lasts
 
     def _add_runs(self, expansions: NDArray[Any], answers: Sequence[Answer]) -> NDArray[np.float64]:
         """Add the certain tokens of some expansions; return what those of each add to its mass."""
@@ -172,36 +196,58 @@ class ScoredTree:
 
 @compiled
 def _read_edges(tables, edges, forced):  # type: ignore[no-untyped-def]
-    """Return, of each edge: the state after its token and those that are certain after it, how many these are, and the
-    tokens of all, side by side. SELF: of what follows the root."""
-    states, lengths = np.empty(len(edges), np.int64), np.empty(len(edges), np.int64)
+    """Return, of each edge: the state after its token and those that are certain after it, how many these are, the
+    tokens of all, side by side, and the last edge on the way. SELF: of what follows the root."""
+    states, lengths, lasts = (
+        np.empty(len(edges), np.int64),
+        np.empty(len(edges), np.int64),
+        np.empty(len(edges), np.int64),
+    )
     tokens, size = np.empty(8 * len(edges) + 8, np.int64), 0
     for i in range(len(edges)):
         first, edge = size, np.int64(edges[i])
         if edge >= 0:
             token, state = label(tables, edge), follow(tables, edge)
         else:
-            token, state = _certain(tables, np.int64(0), forced)
+            token, state, edge = _certain(tables, np.int64(0), forced, edge)
         while token >= 0:
             if size == len(tokens):
                 tokens = grown(tokens, size + 1)
             tokens[size] = token
             size += 1
-            token, state = _certain(tables, state, forced)
-        states[i], lengths[i] = state, size - first
-    return states, lengths, tokens[:size]
+            token, state, edge = _certain(tables, state, forced, edge)
+        states[i], lengths[i], lasts[i] = state, size - first, edge
+    return states, lengths, tokens[:size], lasts
 
 
 @compiled
-def _certain(tables, state, forced):  # type: ignore[no-untyped-def]
-    """Return the token that is certain to follow, or -1, and the state after it."""
+def _certain(tables, state, forced, last):  # type: ignore[no-untyped-def]
+    """Return the token that is certain to follow, or -1, the state after it, and the last edge, `last` before it."""
     if state >= TAIL:
         token = tail_token(tables, state)
-        return token, advance(tables, state, token) if token >= 0 else np.int64(END)
+        return token, advance(tables, state, token) if token >= 0 else np.int64(END), last
     if not forced or state >= tables.nodes or is_terminal(tables, state):
-        return np.int64(-1), state
+        return np.int64(-1), state, last
     only, count = children_from(tables, state)
-    return (label(tables, only), follow(tables, only)) if count == 1 else (np.int64(-1), state)
+    return (label(tables, only), follow(tables, only), only) if count == 1 else (np.int64(-1), state, last)
+
+
+@compiled
+def _boost_steps(tables, parents, lasts, states, counts, edges):  # type: ignore[no-untyped-def]
+    """Return how much less each child's potential is than that of the node above it, at most 0.
+
+    parents: the edge of each node; lasts, states: the last edge after it, and the state. counts, edges: its children.
+    """
+    steps, at = np.empty(len(edges)), 0
+    for i in range(len(counts)):
+        before = potential_of(tables, parents[i] if parents[i] >= 0 else np.int64(ROOT_POTENTIAL))
+        for j in range(at, at + counts[i]):
+            entry = np.int64(edges[j])
+            if entry < 0:
+                entry = TERMINAL + states[i] if states[i] < tables.nodes else lasts[i]
+            steps[j] = min(0.0, potential_of(tables, entry) - before)
+        at += counts[i]
+    return steps
 
 
 @compiled

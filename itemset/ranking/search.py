@@ -6,7 +6,7 @@ Algorithm 1), with its end token's. Whoever runs the model, runs the rounds.
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -35,8 +35,8 @@ def widest(width: Width) -> int:
 
 
 class Item(NamedTuple):
-    """An item that was found: its tokens without the end token, and its log-probability, with its end token's if that
-    is scored. about: what an answer says of it besides."""
+    """An item that was found: its tokens without the end token, and its score: its log-probability, with its end
+    token's if that is scored, and its boost in a list. about: what an answer says of it besides."""
 
     tokens: tuple[int, ...]
     score: float
@@ -155,6 +155,7 @@ class Search(Rounds):
     def __init__(
         self, item_set: ItemSet, k: int, *, width: Width | None = None, end_token: int | None = None,
         exact: bool = False, renormalised: bool = False, max_passes: int | None = None, proof_passes: int | None = None,
+        boost: float = 1.0,
     ) -> None:  # fmt: skip
         """Raises ValueError if k, width, max_passes or proof_passes is less than 1.
 
@@ -166,9 +167,11 @@ class Search(Rounds):
         renormalised: score each token by its share among those that may stand there, as sampling inside the set does.
         The tokens of a tail then cost nothing, neither a score nor a pass.
         max_passes: end after this many passes, unproven. proof_passes: the same, but the beam ends first.
+        boost: what the boosts of the set count, which are added to scores: see `view`.
         """
         check_positive(k=k, max_passes=max_passes, proof_passes=proof_passes)
-        super().__init__(ScoredTree(item_set, end_token=end_token, renormalised=renormalised, forced=False), max_passes)
+        tree = ScoredTree(item_set, end_token=end_token, renormalised=renormalised, forced=False, boost=boost)
+        super().__init__(tree, max_passes)
         self._k, self._width, self._exact, self._proof_passes = k, k if width is None else width, exact, proof_passes
         check_widths(self._width)
         self._best = np.zeros(0, NODE)  # the best items, at most k
@@ -178,9 +181,10 @@ class Search(Rounds):
     @property
     def result(self) -> Found:
         """Return the result so far."""
-        items = ordered(self.tree.items(self._best))
+        items = self.tree.items(self._best)
         left = self.tree.nodes["mass"][self.tree.nodes["expansion"] == UNSCORED].max(initial=self._pruned)
-        return Found(items, self._taken, self._rounds, proven=bool(left <= self._bar))
+        ranked = ordered(items, self.tree.boosts([tokens for tokens, _ in items]))
+        return Found(ranked, self._taken, self._rounds, proven=bool(left <= self._bar))
 
     def _next_nodes(self) -> NDArray[np.int64]:
         self._rank_items()
@@ -278,9 +282,14 @@ class TokenScores(Rounds):
         return ()
 
 
-def ordered(items: Iterable[tuple[tuple[int, ...], float]]) -> list[Item]:
-    """Return items, given as tokens and score, best first; equal scores are ordered by tokens."""
-    return sorted((Item(*item) for item in items), key=lambda one: (-one.score, one.tokens))
+def ordered(items: Sequence[tuple[tuple[int, ...], float]], boosts: Any = 0.0) -> list[Item]:
+    """Return items, given as tokens and log-probability, best first; equal scores are ordered by tokens.
+
+    boosts: what each score has beside, [items] float64, or one for all.
+    """
+    each = zip(items, np.broadcast_to(boosts, len(items)).tolist(), strict=True)
+    ranked = (Item(tokens, log + boost, {"logprob": log}) for (tokens, log), boost in each)
+    return sorted(ranked, key=lambda one: (-one.score, one.tokens))
 
 
 def _largest(values: NDArray[np.float64], count: int) -> NDArray[np.int64]:

@@ -108,7 +108,9 @@ def merge(now: Pass, ends: Tensor, done: Rows | None, riding: int) -> tuple[Item
 
 
 def _arguments(now: Pass) -> dict[str, Any]:
-    logits, items, power = now.logits, now.items, struct.unpack("<q", struct.pack("<d", now.rules.power))[0]
+    logits, items = now.logits, now.items
+    # Of 0 Triton would make an int32: the bits of -0.0 need 64.
+    power, boost = struct.unpack("<qq", struct.pack("<dd", now.rules.power, now.rules.boost or -0.0))
     names = ("list_stride", "row_stride", "query_stride", "vocabulary", "lists", "count", "queries", "width", "k")
     vocabulary = logits.shape[3] if now.columns is None else len(now.columns)
     sizes = (*logits.stride()[:3], vocabulary, *logits.shape[:3], now.rows.tokens.shape[1], items.tokens.shape[1])
@@ -116,7 +118,7 @@ def _arguments(now: Pass) -> dict[str, Any]:
         "words": now.arena.words, "sets": now.arena.sets, "logits": logits, "columns": now.columns,
         "table": now.rows.table, "tokens": now.rows.tokens, "bars": items.scores,
         **dict(zip(names, sizes, strict=True)), "longest": now.rows.tokens.shape[2], "taken": now.taken,
-        "end_token": now.rules.end_token, "power": power,
+        "end_token": now.rules.end_token, "power": power, "boost": boost,
     }  # fmt: skip
 
 
@@ -129,7 +131,7 @@ def _aligned(logits: Tensor) -> bool:
 @reads.kernel
 def log_sums_kernel(
     words, sets, logits, columns, list_stride, row_stride, query_stride, vocabulary, table, tokens, bars,
-    lists, width, count, queries, k, longest, taken, end_token, power, sums,
+    lists, width, count, queries, k, longest, taken, end_token, power, boost, sums,
     ALIGNED: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -158,7 +160,7 @@ def log_sums_kernel(
 @reads.kernel
 def legal_sums_kernel(
     words, sets, logits, columns, list_stride, row_stride, query_stride, vocabulary, table, tokens, bars,
-    lists, width, count, queries, k, longest, taken, end_token, power, sums,
+    lists, width, count, queries, k, longest, taken, end_token, power, boost, sums,
     LANES: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -188,7 +190,7 @@ def legal_sums_kernel(
 @reads.kernel
 def ended_kernel(
     words, sets, logits, columns, list_stride, row_stride, query_stride, vocabulary, table, tokens, bars,
-    lists, width, count, queries, k, longest, taken, end_token, power, sums, ends,
+    lists, width, count, queries, k, longest, taken, end_token, power, boost, sums, ends,
     RACES: tl.constexpr, WHOLE: tl.constexpr, LANES: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -204,6 +206,10 @@ def ended_kernel(
     may_end = live & (steps <= queries) & reads.may_end_at(words, fields, state & tables.LOCAL)
     steps = tl.where(may_end, steps, 0)
     mine = logits + one * list_stride + at * row_stride
+    above = reads.float_of(table, reads.BOOST, plane, beam, True)
+    # An item that ends at a node has a boost of its own; another one has its last edge's.
+    local = state & tables.LOCAL
+    own = reads.boost_of(words, sets, state, local + tables.DEAD_NODE, boost, above, live & (local < tables.WAITING))
     if RACES:
         power = power.to(tl.float64, bitcast=True)
         key = reads.int_of(table, reads.KEY, plane, beam, True)
@@ -218,6 +224,8 @@ def ended_kernel(
             inside = reads.edge_lives(words, fields, begin + child, child < degree, WHOLE) & (token < vocabulary)
             logit = reads.logit_of(mine, columns, token, inside)
             share = power * (logit.to(tl.float64) - sum_here)
+            is_edge = inside if WHOLE else inside & (begin + child < tables.TAIL)
+            share += reads.boost_of(words, sets, state, begin + child, boost, above, is_edge) - above
             part += tl.where(inside, tl.exp(share), 0.0)
             time = reads.time_of(reads.token_bits(key, token), share)
             near = tl.minimum(near, tl.where(inside, time, float("inf")))
@@ -230,21 +238,21 @@ def ended_kernel(
         logit = reads.logit_of(mine + column * query_stride, columns, token, token < vocabulary)
         cost = logit.to(tl.float64) - tl.load(sums + row * queries + column)
         if RACES:
-            share = power * cost
+            share = power * cost + tl.where(column == 0, own - above, 0.0)
             after = reads.token_bits(key, token)
             time = reads.time_of(after, share)
             # What follows is certain but at the first step, which children may share.
             now = tl.minimum(time, reads.time_outside(key, tl.exp(share) + tl.where(column == 0, total, 0.0)))
             now = tl.where(column == 0, tl.minimum(now, nearest), now)
             here = tl.where(column == 0, now, here)
-            clock = reads.clock_after(clock, time, now, power * log)
+            clock = reads.clock_after(clock, time, now, power * log + tl.where(column == 0, above, own))
             key = after
         log += cost
     if RACES:
         tl.store(ends + reads.EARLIEST * lists * count + row, here)
         score = -clock
     else:
-        score = log
+        score = log + own
     real = may_end & (score > -float("inf"))  # nor is a score that is no number one
     tl.store(ends + row, tl.where(real, score, -float("inf")))
     tl.store(ends + reads.END_LOG * lists * count + row, tl.where(real, log, -float("inf")))
@@ -253,7 +261,8 @@ def ended_kernel(
 @reads.kernel
 def candidates_kernel(
     words, sets, logits, columns, list_stride, row_stride, query_stride, vocabulary, table, tokens, bars,
-    lists, width, count, queries, k, longest, taken, end_token, power, sums, ends, offsets, keys, start, size, steps,
+    lists, width, count, queries, k, longest, taken, end_token, power, boost, sums, ends, offsets, keys, start, size,
+    steps,
     ITEMS: tl.constexpr, RACES: tl.constexpr, WHOLE: tl.constexpr, LANES: tl.constexpr,
 ):
     one, plane = tl.program_id(1).to(tl.int64), lists * width
@@ -262,21 +271,24 @@ def candidates_kernel(
     beam, bar = one * width + at, tl.load(bars + one * k + k - 1)
     score = reads.float_of(table, reads.SCORE, plane, beam, inside)
     inside = inside & (score > bar)
-    fields = tables.set_fields(sets, reads.int_of(table, reads.STATE, plane, one * width, True))
+    state = reads.int_of(table, reads.STATE, plane, one * width, True)
+    fields = tables.set_fields(sets, state)
     token = reads.edge_token(words, fields, edge, inside, WHOLE)
     inside = reads.edge_lives(words, fields, edge, inside, WHOLE) & (token < vocabulary)
     mine = logits + one * list_stride + at.to(tl.int64) * row_stride
     logit = reads.logit_of(mine, columns, token, inside)
     sum_here = tl.load(sums + (one * count + at) * queries, mask=inside, other=0)
+    log = reads.float_of(table, reads.LOG, plane, beam, inside)
+    above = reads.float_of(table, reads.BOOST, plane, beam, inside)
+    own = reads.boost_of(words, sets, state, edge, boost, above, inside if WHOLE else inside & (edge < tables.TAIL))
     if RACES:
         power = power.to(tl.float64, bitcast=True)
-        share = power * (logit.to(tl.float64) - sum_here)
+        share = power * (logit.to(tl.float64) - sum_here) + own - above
         time = reads.time_of(reads.token_bits(reads.int_of(table, reads.KEY, plane, beam, inside), token), share)
         earliest = tl.load(ends + reads.EARLIEST * lists * count + one * count + at, mask=inside, other=0)
-        mass = power * reads.float_of(table, reads.LOG, plane, beam, inside)
-        score = -reads.clock_after(-score, time, earliest, mass)
+        score = -reads.clock_after(-score, time, earliest, power * log + above)
     else:
-        score = score - sum_here + logit.to(tl.float64)
+        score = log - sum_here + logit.to(tl.float64) + own
     better = inside & (score > bar)
     key = reads.key_of(score, edge)
     out = keys + one * size + column

@@ -10,7 +10,7 @@ from itemset.ranking import triton_reads as reads
 @reads.kernel
 def follow_kernel(
     words, sets, logits, columns, list_stride, row_stride, query_stride, vocabulary, table, tokens, bars,
-    lists, width, count, queries, k, longest, taken, end_token, power, sums, ends, offsets, keys, places,
+    lists, width, count, queries, k, longest, taken, end_token, power, boost, sums, ends, offsets, keys, places,
     new, new_tokens, words_end, wanted, rows, riding,
     RACES: tl.constexpr, WHOLE: tl.constexpr, LANES: tl.constexpr, TOKENS: tl.constexpr,
 ):
@@ -52,14 +52,18 @@ def follow_kernel(
     cost = logit - tl.load(sums + (one * count + at) * queries)
     mass = reads.float_of(table, reads.LOG, plane, beam, True)
     log = mass + cost
-    score = log
+    above = reads.float_of(table, reads.BOOST, plane, beam, True)
+    is_edge = is_child if WHOLE else is_child & (edge < tables.TAIL)
+    own = reads.boost_of(words, sets, number, edge, boost, above, is_edge)
+    score = log + own
     key = tl.zeros((), tl.int64)
     if RACES:
         power = power.to(tl.float64, bitcast=True)
         key = reads.token_bits(reads.int_of(table, reads.KEY, plane, beam, True), token)
         earliest = tl.load(ends + reads.EARLIEST * lists * count + one * count + at)
         clock = -reads.float_of(table, reads.SCORE, plane, beam, True)
-        score = -reads.clock_after(clock, reads.time_of(key, power * cost), earliest, power * mass)
+        share = power * cost + own - above
+        score = -reads.clock_after(clock, reads.time_of(key, share), earliest, power * mass + above)
     local = reads.state_after_edge(words, fields, edge, is_child, WHOLE)
     local = tl.where(is_child, local, tl.where(live, tables.END, tables.DEAD))
 
@@ -98,6 +102,7 @@ def follow_kernel(
     tl.store(reads.column_of(out, reads.STATE, size), local | number)
     tl.store(reads.column_of(out, reads.SCORE, size), tl.where(live, score, -float("inf")).to(tl.int64, bitcast=True))
     tl.store(reads.column_of(out, reads.LOG, size), tl.where(live, log, -float("inf")).to(tl.int64, bitcast=True))
+    tl.store(reads.column_of(out, reads.BOOST, size), tl.where(live, own, 0.0).to(tl.int64, bitcast=True))
     tl.store(reads.column_of(out, reads.KEY, size), tl.where(live, key, 0))
     tl.store(reads.column_of(out, reads.PARENT, size), at)
     tl.store(reads.column_of(out, reads.TAIL, size), tl.where(live, tail, -1).to(tl.int64))

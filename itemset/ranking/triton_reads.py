@@ -3,12 +3,14 @@
 import triton
 import triton.language as tl
 
+from itemset.masking import batch
 from itemset.masking import triton_tables as tables
 from itemset.ranking import beam_state, exact_sampling
 
-STATE, SCORE, LOG, KEY, PARENT, TAIL, FIRST, DEGREE = (tl.constexpr(column) for column in range(beam_state.COLUMNS))
+STATE, SCORE, LOG, KEY, PARENT, TAIL, FIRST, DEGREE, BOOST = map(tl.constexpr, range(beam_state.COLUMNS))
 END_LOG, EARLIEST, NOTHING = tables.constants(beam_state, "END_LOG EARLIEST NOTHING")
 _LOW = tl.constexpr((1 << 32) - 1)
+_POTENTIAL, _BOOSTED, _BOOSTED_COUNT, _EDGES = tables.constants(batch, "POTENTIAL BOOSTED BOOSTED_COUNT EDGES")
 _NOBODY, _TOKEN = tables.constants(exact_sampling, "NOBODY TOKEN")
 # The constants of `exact_sampling.mixed`, as int64.
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15 - (1 << 64))
@@ -59,6 +61,39 @@ def child_at(table, offsets, plane, one, width, count, column, start, size, step
     beam = one * width + low
     begin = tl.load(ends + low, mask=inside, other=0) - int_of(table, DEGREE, plane, beam, inside)
     return low, int_of(table, FIRST, plane, beam, inside) + place - begin, inside
+
+
+@triton.jit
+def boost_of(words, sets, state, entry, boost, above, inside):
+    """What the potentials of some entries (`trie.potential`) add, no more than that `above` them; elsewhere as much.
+
+    state: of the set. entry: int64, edges or DEAD_NODE + nodes. boost: what they are multiplied by, as bits of float64.
+    """
+    own = above
+    scale = boost.to(tl.float64, bitcast=True)
+    if scale != 0.0:
+        row = tables.set_row(sets, state)
+        dense, first, count = tl.load(row + _POTENTIAL), tl.load(row + _BOOSTED), tl.load(row + _BOOSTED_COUNT)
+        has = dense != tables.NO_BITS
+        at = tl.where(entry < tables.DEAD_NODE, entry, entry - tables.DEAD_NODE + tl.load(row + _EDGES))
+        bits = tl.load(words + dense + at, mask=inside & has, other=0)
+        low = (entry * 0).to(tl.int32)
+        high = low + count.to(tl.int32)
+        most = count
+        while most > 0:
+            middle = (low + high) >> 1
+            there = inside & (low < high)
+            found = tl.load(words + first + middle, mask=there, other=0).to(tl.int64) & _LOW
+            below = there & (found < entry)
+            high = tl.where(there & ~below, middle, high)
+            low = tl.where(below, middle + 1, low)
+            most = most >> 1
+        listed = inside & (low < count)
+        listed = listed & ((tl.load(words + first + low, mask=listed, other=0).to(tl.int64) & _LOW) == entry)
+        bits = tl.where(has, bits, tl.load(words + first + count + low, mask=listed, other=0))
+        own = scale * bits.to(tl.float32, bitcast=True).to(tl.float64)
+        own = tl.where(inside, tl.minimum(above, own), above)
+    return own
 
 
 @triton.jit

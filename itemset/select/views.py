@@ -14,10 +14,12 @@ from numpy.typing import NDArray
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet, built
 from itemset.opening import from_index
+from itemset.select.boosts import by_place, check_size, of_keys
 from itemset.select.filters import leaves, passing
 from itemset.trie import file as index_file
 from itemset.trie.keys import KeyList, Keys, Test, in_item_order
 from itemset.trie.numbering import items_at
+from itemset.trie.potential import boosted_of, boosts_of, potentials
 from itemset.trie.rows import as_rows, sort_unique
 from itemset.trie.view import bits_of, dead_of
 
@@ -81,15 +83,25 @@ def view(
     *,
     exclude_keys: KeyList | None = None,
     only_keys: KeyList | None = None,
+    boost: Mapping[str, float] | None = None,
+    boost_keys: Mapping[Any, float] | None = None,
 ) -> ItemSet:
-    """Return the set without what does not pass. An item stays if one of its keys does, and has only those keys.
+    """Return the set without what does not pass. An item stays if one of its keys does, and has only those keys. What a
+    boost adds to items, lists and draws of the result add to their scores.
 
     item_filter: a query over the set's attributes, in the language of docs/library.md. exclude_keys, only_keys: keys
         that do not pass, or that alone do. One that the set has not is ignored.
+    boost: by attribute, what a unit of it adds to a log-probability: of numbers, bools, and dates in days since 1970; a
+        missing value adds 0. boost_keys: by key, what it adds. An item with several keys has the largest sum of those
+        that pass.
     A filter costs one pass over the attributes and one over the edges, and a bit an edge. Exclusions cost what they
-    are long. `only_keys` gives a small set of its own, without attributes but for `attributes_of`.
-    Raises ItemSetError: a malformed query, keys of another type, or no item is left, with what each condition leaves.
+    are long. `only_keys` gives a small set of its own, without attributes but for `attributes_of`. A
+    boost by attributes costs a pass over the edges and 4 bytes an edge, one by keys what it is long.
+    Raises ItemSetError: a malformed query, keys of another type, or no item is left, with what each condition leaves;
+    an attribute that is no number; boosts of a set that has some, or that change a score by more than `boosts.MOST`.
     """
+    if (boost or boost_keys) and item_set.is_steered:
+        raise ItemSetError("this set has boosts already: give all of them, and the filter, in one call")
     seen = item_set
     if item_filter is not None:
         passes, columns = passing(item_filter, item_set.attributes), item_set.attributes
@@ -97,6 +109,8 @@ def view(
         seen = filtered(
             item_set, passes, lambda: leaves(item_filter, columns.filter(pa.array(ours(np.arange(len(columns))))))
         )
+    if boost and boosts_come_first(item_set, exclude_keys, only_keys):
+        seen, boost, boost_keys = boosted(seen, boost, boost_keys), None, None
     if exclude_keys is not None:
         seen = without(seen, seen._keys.places_of(exclude_keys))
     if only_keys is not None:  # last: it gives another set, with other places
@@ -104,6 +118,12 @@ def view(
         if not len(places):
             raise _nothing_left(f"only_keys leaves 0 keys of the {len(seen):,} items")
         seen = only(seen, places)
+    if boost:
+        seen = boosted(seen, boost, boost_keys)
+    elif boost_keys:
+        seen = boosted_by_keys(seen, boost_keys)
+    if seen.is_steered and not item_set.is_steered:
+        check_size(seen)
     return seen
 
 
@@ -117,15 +137,17 @@ def view_from_bytes(base: ItemSet, data: bytes, name: str = "the view", *, keys:
     if "labels" in arrays:
         return from_index(header, arrays, name=name, check=True)
     index_file.check(header, arrays, name)
-    base = base.whole if "alive" in arrays else base  # a filter of a view has that view's bits in its own
+    if not arrays.keys() & {"dead", "boosted"}:  # a filter of a view has that view's bits in its own
+        base = base.whole
     return View(base, arrays, header.items, keys=keys, digest=header.digest)
 
 
 def filtered(base: ItemSet, passes: NDArray[np.bool_], why: Callable[[], str] = lambda: "no key passes") -> View:
     """Return the view of the keys that pass, [keys] bool. Raises ItemSetError, which says `why`, if there are none.
 
-    Of a view, it is one of the whole set: of the keys that pass both.
+    Of a view, it is one of the whole set: of the keys that pass both. Not of a set that has boosts.
     """
+    _refuse_steered(base)
     starts, whole = base.key_starts, base.whole
     if base is not whole:
         passes = passes & base._keys.passes(np.arange(len(passes)))
@@ -137,6 +159,73 @@ def filtered(base: ItemSet, passes: NDArray[np.bool_], why: Callable[[], str] = 
     test: Test = lambda at: packed[at >> 3] >> (at & 7).astype(np.uint8) & 1 != 0  # noqa: E731
     keys = replace(whole._keys, base=whole._keys, test=test, own_bytes=packed.nbytes)
     return View(whole, {"alive": alive, "terminal": terminal}, items, keys=keys)
+
+
+def boosts_come_first(item_set: ItemSet, exclude_keys: Any, only_keys: Any) -> bool:
+    """Return whether boosts by attributes are the same whatever keys are excluded, so that many requests share them."""
+    return only_keys is None and (exclude_keys is None or item_set.key_starts is None)
+
+
+def boosted(base: ItemSet, boost: Mapping[str, float], boost_keys: Mapping[Any, float] | None = None) -> ItemSet:
+    """Return the set or view with a potential of each edge. boost, boost_keys: as for `view`. Raises as that.
+
+    Of a set that `only` has made, it is such a set.
+    """
+    sums, starts, whole = of_keys(base, boost), base.key_starts, base.whole
+    if boost_keys:
+        places, added = by_place(base, boost_keys)
+        sums[places] += added
+    sums[~base._keys.passes(np.arange(len(sums)))] = -np.inf
+    values = sums if starts is None else np.maximum.reduceat(sums, starts[:-1].astype(np.int64))
+    found = potentials(base.trie.tables, whole.trie.tables, values.astype(np.float32))
+    return _with_potential(base, found)
+
+
+def tempered(base: ItemSet, temperature: float, boost: float = 1.0) -> ItemSet:
+    """Return the set or view with potentials for draws at a temperature above 1, in place of its boosts.
+
+    boost: what these are multiplied by. It costs what boosts by attributes cost, and of a set with boosts a look-up an
+        item.
+    """
+    tables, whole = base.trie.tables, base.whole
+    values = np.zeros(len(whole), np.float32)
+    if base.is_steered:
+        each = boosts_of(tables, whole.trie.tables, whole._terminal_rank, np.arange(len(whole)))
+        values = (boost / temperature * each).astype(np.float32)
+    made = _with_potential(base, potentials(tables, whole.trie.tables, values, 1 - 1 / temperature))
+    made.temperature = temperature
+    return made
+
+
+def _with_potential(base: ItemSet, found: NDArray[np.uint32]) -> ItemSet:
+    if base.rows_of is None:
+        own = {} if base.base is None else {name: one for name, one in base.own.items() if name != "boosted"}
+        return View(base.base or base, {**own, "potential": found}, len(base), keys=base._keys)
+    trie = replace(base.trie, tables=replace(base.trie.tables, potential=found))
+    made = ItemSet(trie, base._keys, base._origin, duplicates=base.duplicates)
+    made.rows_of = base.rows_of
+    return made
+
+
+def boosted_by_keys(base: ItemSet, boost_keys: Mapping[Any, float]) -> ItemSet:
+    """Return the set or view with the potentials of a few items, in time and memory as many as these. Raises as
+    `view`."""
+    places, values = by_place(base, boost_keys)
+    if not len(places):
+        return base
+    numbers, starts, whole = places, base.key_starts, base.whole
+    if starts is not None:
+        numbers = np.unique(base._keys.owners(places))
+        theirs, begins = in_item_order(numbers, starts)
+        sums, named = np.zeros(len(theirs)), np.isin(theirs, places)
+        sums[named] = values[np.searchsorted(places, theirs[named])]
+        sums[~base._keys.passes(theirs)] = -np.inf
+        assert begins is not None
+        values = np.maximum.reduceat(sums, begins[:-1].astype(np.int64))
+    found = boosted_of(whole.trie.tables, whole._terminal_rank, numbers, values.astype(np.float32))
+    excludes = base.base is not None and base.own.keys() == {"dead"}
+    own, below = (base.own, base.base) if excludes else ({}, base)
+    return View(below or base, {**own, "boosted": found}, len(base), keys=base._keys)
 
 
 def without(base: ItemSet, places: NDArray[np.int64]) -> ItemSet:
@@ -166,7 +255,11 @@ def without(base: ItemSet, places: NDArray[np.int64]) -> ItemSet:
 
 
 def only(base: ItemSet, places: NDArray[np.int64]) -> ItemSet:
-    """Return a set of its own of the items with these keys, given by their places in `keys`, each of which passes."""
+    """Return a set of its own of the items with these keys, given by their places in `keys`, each of which passes.
+
+    Not of a set that has boosts.
+    """
+    _refuse_steered(base)
     whole, numbers = base.whole, base._keys.owners(places)
     rows = items_at(whole.trie.tables, whole._terminal_rank, numbers, whole.longest)
     made = built(sort_unique(as_rows(rows)), pa.array(places), None, base._origin)
@@ -176,6 +269,11 @@ def only(base: ItemSet, places: NDArray[np.int64]) -> ItemSet:
     )
     chosen.rows_of = (whole, at) if whole.rows_of is None else (whole.rows_of[0], whole.rows_of[1][at])
     return chosen
+
+
+def _refuse_steered(base: ItemSet) -> None:
+    if base.is_steered:
+        raise ItemSetError("this set has boosts, which a selection would lose: give both in one call of `view`")
 
 
 def _nothing_left(why: str) -> ItemSetError:

@@ -39,8 +39,9 @@ def compiled(function: Callable[..., Any] | None = None, *, fastmath: Collection
 class Pointers(NamedTuple):
     """Addresses and lengths of the arrays of `Tables`, which must live as long as compiled code reads there.
 
-    row_offsets .. dead: the arrays' addresses; `alive` is 0 if there is none. nodes, edges, dead_count: how many there
-    are. level_words, tail_words: the lengths of `tail_base` and of `tails`. label_bytes, target_bytes: of an element.
+    row_offsets .. dead, potential, boosted: the arrays' addresses; `alive` and `potential` are 0 if there is none.
+    nodes, edges, dead_count, boosted_count: how many there are. level_words, tail_words: the lengths of `tail_base` and
+    of `tails`. label_bytes, target_bytes: of an element.
     """
 
     row_offsets: int
@@ -53,6 +54,9 @@ class Pointers(NamedTuple):
     alive: int
     dead: int
     dead_count: int
+    potential: int
+    boosted: int
+    boosted_count: int
     nodes: int
     edges: int
     level_words: int
@@ -119,7 +123,8 @@ def pointers_at(address):  # type: ignore[no-untyped-def]
         load64(address, 0), load64(address, 1), load64(address, 2), load64(address, 3), load64(address, 4),
         load64(address, 5), load64(address, 6), load64(address, 7), load64(address, 8), load64(address, 9),
         load64(address, 10), load64(address, 11), load64(address, 12), load64(address, 13), load64(address, 14),
-        load64(address, 15), load64(address, 16), load64(address, 17),
+        load64(address, 15), load64(address, 16), load64(address, 17), load64(address, 18), load64(address, 19),
+        load64(address, 20),
     )  # fmt: skip
 
 

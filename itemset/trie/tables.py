@@ -19,6 +19,8 @@ from itemset.trie.targets import BLOCK, MAX_TAIL_TOKENS, NO_BLOCK, put_leaf, set
 
 Room = Callable[[int, Any], NDArray[Any]]  # makes zeros: how many, of which type
 
+NONE: NDArray[np.uint32] = np.zeros(0, np.uint32)
+NONE.flags.writeable = False
 MAX_INDEX = 2**31 - 5  # nodes and edges, each: a node's state is its number, and four marks come after the nodes
 
 
@@ -44,6 +46,7 @@ class Tables:
     alive: [ceil(edges / 32)] uint32, bit e: a walk may take edge e; empty if it may take all. dead: ascending uint32,
         edges that no walk may take, and TERMINAL + n for each node n at which no item may end. A view has these, a file
         neither.
+    potential, boosted: of a set that is steered, see `trie.potential`; else empty.
     pointers: where the arrays lie, for compiled code.
     """
 
@@ -58,17 +61,19 @@ class Tables:
     dead: NDArray[np.uint32]
     token_bits: int
     far_block: int
+    potential: NDArray[np.uint32] = field(default_factory=lambda: NONE)
+    boosted: NDArray[np.uint32] = field(default_factory=lambda: NONE)
     pointers: Pointers = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        arrays = [getattr(self, name) for name in (*SECTIONS, "alive", "dead")]
-        place = dict(zip(Pointers._fields, (array.__array_interface__["data"][0] for array in arrays), strict=False))
-        if not len(self.alive):
-            place["alive"] = 0
+        place = {name: getattr(self, name).__array_interface__["data"][0] for name in (*SECTIONS, *OF_VIEWS)}
+        for name in ("alive", "potential"):
+            place[name] = place[name] if len(getattr(self, name)) else 0
         pointers = Pointers(
             **place, nodes=len(self.row_offsets) - 1, edges=len(self.labels), level_words=len(self.tail_base),
-            tail_words=len(self.tails), dead_count=len(self.dead), token_bits=self.token_bits, far_block=self.far_block,
-            label_bytes=self.labels.itemsize, target_bytes=self.targets.itemsize,
+            tail_words=len(self.tails), dead_count=len(self.dead), boosted_count=len(self.boosted) // 2,
+            token_bits=self.token_bits, far_block=self.far_block, label_bytes=self.labels.itemsize,
+            target_bytes=self.targets.itemsize,
         )  # fmt: skip
         object.__setattr__(self, "pointers", pointers)
 
@@ -84,13 +89,13 @@ class Tables:
     @property
     def sections(self) -> dict[str, NDArray[Any]]:
         """Return the arrays of a whole set, by name: what a file and an arena hold."""
-        return {name: getattr(self, name) for name in SECTIONS}
+        names = (*SECTIONS, "potential") if len(self.potential) else SECTIONS
+        return {name: getattr(self, name) for name in names}
 
 
 SECTIONS = ("row_offsets", "terminal", "labels", "targets", "node_base", "tail_base", "tails")
+OF_VIEWS = ("alive", "dead", "potential", "boosted")
 TERMINAL = 1 << 31  # in `dead`: a node follows, not an edge
-NONE = np.zeros(0, np.uint32)
-NONE.flags.writeable = False
 
 
 @dataclass(frozen=True)

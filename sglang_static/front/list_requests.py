@@ -32,7 +32,7 @@ from sglang_static.front.request import CARRIED
 AFTER = 5  # of the context: SGLang takes prompts shorter than that (managers/tp_worker.py, max_req_input_len)
 _OF_DRAWS = ("draw", "exact", "weight", "accepted", "candidates", "open")
 _OF_KEYS = ("key", "keys", "attributes", "keys_attributes")
-_IN_ITEM = ("rank", *_OF_KEYS, "proven", *_OF_DRAWS, "passes", "rounds", "item_set_version")
+_IN_ITEM = ("rank", "logprob", *_OF_KEYS, "proven", *_OF_DRAWS, "passes", "rounds", "item_set_version")
 Generate = Callable[..., AsyncGenerator[Any, None]]
 
 
@@ -132,7 +132,7 @@ async def _one(
                 "completion_tokens": len(ids),
                 "finish_reason": {"type": "stop", "matched": end},
                 "sequence_score": item.score,
-                **{name: value for name, value in entry.items() if name not in ("score", "logprob")},
+                **{name: value for name, value in entry.items() if name != "score"},
             }
             if logs.items:
                 said_of_item[LOGPROBS] = item_logprobs(*logs.items[len(results)])

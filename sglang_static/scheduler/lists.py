@@ -205,7 +205,7 @@ class ItemGroup(BeamGroup):
         sampler, spec, place = self._sampler, self._spec, self._resident
         sampler.arena.place(item_set, place.number, place.start, place.below)
         sampler.arena.use([place.number])
-        options: dict[str, Any] = {"width": spec.width, "k": spec.k, "end_token": spec.scored_end}
+        options: dict[str, Any] = {"width": spec.width, "k": spec.k, "end_token": spec.scored_end, "boost": spec.boost}
         if spec.races:
             options |= {"keys": sampler.moved(torch.tensor(spec.races)), "temperature": spec.temperature}
         numbers = [place.number] * max(1, len(spec.races))

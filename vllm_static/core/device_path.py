@@ -105,8 +105,8 @@ def send_index_once(request: "Request", data: Any) -> None:
     ref = carried.item_set
     if resident.sent:
         ref = SetRef(ref.reference)
-    elif resident.base is not None and resident.base.sent and ref.index is not None:
-        ref = SetRef(ref.reference, ref.index)
+    elif resident.base is not None and resident.base.base is not None and resident.base.sent and ref.index is not None:
+        ref = SetRef(ref.reference, ref.index)  # a view, which the arena keeps: see `Arena.view`
     if resident.base is not None:
         resident.base.sent = True
     resident.sent = True

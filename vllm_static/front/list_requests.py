@@ -28,7 +28,7 @@ from itemset.serving.front.request_fields import ATTRIBUTES, LOGPROBS, OPTIONS, 
 from vllm_static import compat
 from vllm_static.v1 import model_runner
 
-_IN_SOME = {"attributes", "keys_attributes", "exact", "weight", "accepted", "candidates"}
+_IN_SOME = {"score", "attributes", "keys_attributes", "exact", "weight", "accepted", "candidates"}
 _OF_SEARCH = {"proven", "passes", "rounds", "open"}
 ABORT = "abort"  # vLLM's word for why an answer ended
 _NEAR = 8  # tokens before an item that its text may depend on
@@ -101,7 +101,8 @@ class RankedList:
         outputs = []
         for i, (item, entry, text) in enumerate(items):
             tokens, reason = [*item.tokens, self._end], {"finish_reason": "stop"}
-            output = CompletionOutput(i, text, tokens, item.score, logprobs=None, stop_reason=self._end, **reason)
+            log = item.about.get("logprob", item.score)
+            output = CompletionOutput(i, text, tokens, log, logprobs=None, stop_reason=self._end, **reason)
             output.item = entry
             if logs.items:
                 output.item_logprobs = item_logprobs(*logs.items[i])

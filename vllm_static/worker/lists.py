@@ -252,7 +252,8 @@ class WideLists:
         """Return the tables of some lists of one kind that the draft head makes, as those of `_make`."""
         one, sets = group[0], self._sets
         assert sets.head is not None
-        options = {"width": one.spec.width, "k": one.spec.k, "renormalised": one.spec.renormalised}
+        spec = one.spec
+        options = {"width": spec.width, "k": spec.k, "renormalised": spec.renormalised, "boost": spec.boost}
         plan, numbers = sets.arena.level_plan(one.number), [one.number] * len(group)
         table = _table(sets.head.beams(sets.arena, numbers, plan, _states(group), **options))
         table[:, 0, 1:3] = 1  # one pass, in one round
@@ -264,7 +265,7 @@ class WideLists:
         one, runner, arena = group[0], self._runner, self._sets.arena
         plan, passes, spec = arena.level_plan(one.number), self._passes(one), one.spec
         options: dict[str, Any] = {"width": spec.width, "k": spec.k, "end_token": spec.scored_end}
-        options["renormalised"] = spec.renormalised
+        options |= {"renormalised": spec.renormalised, "boost": spec.boost}
         if spec.races:
             options["temperature"] = spec.temperature
             options["keys"] = compat.to_device([key for race in group for key in race.spec.races], arena.device)

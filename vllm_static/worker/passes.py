@@ -29,7 +29,7 @@ class Asked(NamedTuple):
         spec = self.spec
         end = -1 if spec.scored_end is None else spec.scored_end
         widths = (spec.width,) if isinstance(spec.width, int) else spec.width
-        return (spec.placeholders, self.number, widths, end, spec.renormalised, spec.k, spec.temperature)
+        return (spec.placeholders, self.number, widths, end, spec.renormalised, spec.k, spec.temperature, spec.boost)
 
     @property
     def apart(self) -> "list[Asked]":

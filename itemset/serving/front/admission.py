@@ -95,17 +95,23 @@ class Checks:
         if isinstance(asked.made, InlineSet):
             return asked.made
         if asked.choice is not None:
-            return self._inline.get(asked.choice, asked.escape)
-        reference = self.catalogue.reference(asked.item_set or "")
-        return self._selections.get(asked.selection, reference) if asked.chooses else self.catalogue.made(reference)
+            made = self._inline.get(asked.choice, asked.escape)
+        else:
+            reference = self.catalogue.reference(asked.item_set or "")
+            made = self._selections.get(asked.selection, reference) if asked.chooses else self.catalogue.made(reference)
+        return self._selections.tempered(made, asked) if asked.temperature > 1 else made
 
     async def prepare(self, asked: ItemRequest) -> InlineSet:
         """Do `made` beside the event loop, of which it takes a millisecond. Encoding stops if nobody waits for it."""
         if asked.choice is not None:
-            return await self._inline.prepare(asked.choice, asked.escape)
-        if asked.chooses:
-            return await self._selections.prepare(asked.selection, self.catalogue.reference(asked.item_set or ""))
-        return self.made(asked)
+            made = await self._inline.prepare(asked.choice, asked.escape)
+        else:
+            reference, choose = self.catalogue.reference(asked.item_set or ""), self._selections.get
+            chosen = self._selections.beside(choose, asked.selection, reference) if asked.chooses else None
+            made = self.catalogue.made(reference) if chosen is None else await chosen
+        if asked.temperature > 1:
+            made = await self._selections.beside(self._selections.tempered, made, asked)
+        return made
 
     def request(
         self, made: InlineSet, *, prompt_tokens: int, min_tokens: int, stop_tokens: Collection[int], after: int = 0

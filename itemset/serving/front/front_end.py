@@ -174,7 +174,8 @@ class FrontEndBase:
         after += len(placeholders)
         self.checks.request(made, prompt_tokens=prompt_tokens, min_tokens=0, stop_tokens=[end_token], after=after)
         item_set = made.item_set
-        search = search_for(item_set, options, end_token=end_token, config=self.config, words=self.words)
+        common: dict[str, Any] = {"end_token": end_token, "config": self.config, "words": self.words}
+        search = search_for(item_set, options, boost=asked.boost_scale, **common)
         metrics.REQUESTS.labels(metrics.label(asked.item_set or INLINE)).inc()
         more: dict[str, Any] = {"placeholders": len(placeholders), "reasons": reasons}
         spec = self.one_request.spec(options, made.reference, search, end_token, **more)

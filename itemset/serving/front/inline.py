@@ -16,12 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from itemset.errors import ItemSetError
-from itemset.item_set import build
+from itemset.item_set import ItemSet, build
+from itemset.select import boosts
 from itemset.select.filters import check_size, digits
-from itemset.select.views import View, view, view_from_bytes
+from itemset.select.views import View, boosted, boosted_by_keys, boosts_come_first, tempered, view, view_from_bytes
 from itemset.serving.catalogue import OVERHEAD, Catalogue, InlineSet, RefusedError
 from itemset.serving.config import ModelLimits, StaticConfig, Words
-from itemset.serving.front.request_fields import EXCLUDE, FILTER, ONLY
+from itemset.serving.front.request import ItemRequest
+from itemset.serving.front.request_fields import BOOST, BOOST_KEYS, EXCLUDE, FILTER, ONLY, STEERING
 from itemset.serving.wire import INLINE, part_reference
 from itemset.text import BATCH, Escape, encode, named
 from itemset.trie.rows import MAX_ITEM_TOKENS, Rows
@@ -261,9 +263,9 @@ class Chosen:
         self._catalogue, self._limit, self._words = catalogue, config.item_key_limit, words
         self._threads = ThreadPoolExecutor(_FILTERS, "item-filters")
 
-    async def prepare(self, selection: Mapping[str, Any], of: str) -> InlineSet:
-        """Do `get` beside the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self.get, selection, of)
+    async def beside(self, make: Callable[..., InlineSet], *args: Any) -> InlineSet:
+        """Do `get` or `tempered` beside the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, make, *args)
 
     def get(self, selection: Mapping[str, Any], of: str) -> InlineSet:
         """Return what a request's selection leaves of a registered set.
@@ -271,28 +273,52 @@ class Chosen:
         of: the set's reference. Raises RefusedError with the field: a list over the limit, and as `views.view` does.
         """
         lists = {word: selection[word] for word in (EXCLUDE, ONLY) if word in selection}
-        for word, keys in lists.items():
+        for word, keys in [*lists.items(), (BOOST_KEYS, list(selection.get(BOOST_KEYS, ())))]:
             self._check_size(word, keys)
-        whole = self._catalogue.made(of)
-        if FILTER in selection:
-            whole = self._filtered(selection[FILTER], whole)
-        reference = _reference(lists, whole.reference)
-        if kept := self._catalogue.inline(reference) if lists else whole:
-            return kept
+        whole, (steering, scale) = self._catalogue.made(of), _steering(selection)
+        first = {word: selection[word] for word in (FILTER,) if word in selection}
+        if BOOST in steering and boosts_come_first(whole.item_set, lists.get(EXCLUDE), lists.get(ONLY)):
+            first, steering = first | steering, {}
+        if first:
+            whole = self._shared(first, whole)
+        rest = lists | steering
+        reference = _reference(rest, whole.reference)
+        kept = self._catalogue.inline(reference) if rest else whole
+        kept = kept or self._own(whole, lists, steering, reference)
+        with _naming(BOOST if BOOST in selection else BOOST_KEYS):
+            boosts.check_size(kept.item_set, scale)
+        return kept
+
+    def _own(
+        self, whole: InlineSet, lists: Mapping[str, Any], steering: Mapping[str, Any], reference: str
+    ) -> InlineSet:
+        """Return what keys, and boosts, of one request leave of a set, or of what many requests share of it."""
         seen = whole.item_set
         for word, keys in lists.items():
             with _naming(word):
                 seen = view(seen, **{word: keys})
+        seen = _steered(seen, steering)
         if seen is whole.item_set:  # exclusions that the set has not
             return whole
+        return self._part(reference, seen, whole)
+
+    def _part(self, reference: str, seen: ItemSet, whole: InlineSet) -> InlineSet:
+        """Keep a part of a set, or what stands on nothing."""
         index = seen.to_bytes()
-        if not isinstance(seen, View):  # it stands on nothing
+        if not isinstance(seen, View):
             made = InlineSet.from_index(reference, index, token_ids=True)
-            made.item_set.rows_of = seen.rows_of
+            made.item_set.rows_of, made.item_set.temperature = seen.rows_of, seen.temperature
             return self._catalogue.keep(replace(made, nbytes=made.nbytes + 8 * len(seen.keys)))
         nbytes = len(index) + seen.nbytes + seen._keys.own_bytes + OVERHEAD
         base = whole if whole.index is not None else None
         return self._catalogue.keep(InlineSet(reference, seen, index, nbytes, base))
+
+    def tempered(self, made: InlineSet, asked: ItemRequest) -> InlineSet:
+        """Return a set for draws at a request's temperature, above 1."""
+        reference = _reference({"temperature": asked.temperature, "scale": asked.boost_scale}, made.reference)
+        if kept := self._catalogue.inline(reference):
+            return kept
+        return self._part(reference, tempered(made.item_set, asked.temperature, asked.boost_scale), made)
 
     def _check_size(self, word: str, keys: list[Any]) -> None:
         if any(isinstance(key, list | tuple | Mapping) for key in keys[: self._limit]):
@@ -309,18 +335,41 @@ class Chosen:
                 word,
             )
 
-    def _filtered(self, query: Any, whole: InlineSet) -> InlineSet:
+    def _shared(self, asked: Mapping[str, Any], whole: InlineSet) -> InlineSet:
+        """Return what a filter, boosts by attributes or both make of a set."""
         with _naming(FILTER):
-            check_size(query)  # before anything is made of it
-        reference = _reference({FILTER: query}, whole.reference)
+            check_size(asked.get(FILTER, {}))  # before anything is made of it
+        reference = _reference(asked, whole.reference)
         if kept := self._catalogue.inline(reference):
             return kept
         with _naming(FILTER):
-            seen = view(whole.item_set, query)
+            seen = view(whole.item_set, asked.get(FILTER))
+        seen = _steered(seen, asked)
+        assert isinstance(seen, View)
         index = seen.to_bytes()
         item_set = view_from_bytes(whole.item_set, index, reference, keys=seen._keys)
         nbytes = len(index) + seen._keys.own_bytes + OVERHEAD
         return self._catalogue.keep(InlineSet(reference, item_set, index, nbytes))
+
+
+def _steering(selection: Mapping[str, Any]) -> tuple[dict[str, Any], float]:
+    """Return the boosts of a selection, those of one attribute without their weight, and that weight."""
+    steering, scale = {word: selection[word] for word in STEERING if selection.get(word)}, 1.0
+    if steering.keys() == {BOOST}:
+        with _naming(BOOST):
+            steering[BOOST], scale = boosts.parted(steering[BOOST])
+    return {word: value for word, value in steering.items() if value}, scale
+
+
+def _steered(seen: ItemSet, steering: Mapping[str, Any]) -> ItemSet:
+    """Return the set with boosts, if there are any. Raises RefusedError, which names the field."""
+    if BOOST in steering:
+        with _naming(BOOST):
+            return boosted(seen, steering[BOOST], steering.get(BOOST_KEYS))
+    if BOOST_KEYS in steering:
+        with _naming(BOOST_KEYS):
+            return boosted_by_keys(seen, steering[BOOST_KEYS])
+    return seen
 
 
 def _reference(asked: Mapping[str, Any], of: str) -> str:

@@ -38,9 +38,13 @@ class AbortedError(Exception):
 
 
 def search_for(
-    item_set: ItemSet, options: ListOptions | DrawOptions, *, end_token: int, config: StaticConfig, words: Words
-) -> Rounds:
-    """Return the search for a request's list, or its draws. Raises RefusedError for what passes the server's limits."""
+    item_set: ItemSet, options: ListOptions | DrawOptions, *, end_token: int, config: StaticConfig, words: Words,
+    boost: float = 1.0,
+) -> Rounds:  # fmt: skip
+    """Return the search for a request's list, or its draws. boost: what boosts are multiplied by.
+
+    Raises RefusedError for what passes the server's limits.
+    """
     most, limit = config.ranked_list_passes, config.ranked_list_limit
     reason, width = "beam search", widest(options.width or 1)
     if isinstance(options, DrawOptions):
@@ -58,13 +62,13 @@ def search_for(
     most, given = max(1, most), msgspec.structs.asdict(options)
     if isinstance(options, ListOptions):
         scored_end = None if given.pop("without_end") else end_token
-        return Search(item_set, given.pop("n"), end_token=scored_end, proof_passes=most, **given)
+        return Search(item_set, given.pop("n"), end_token=scored_end, proof_passes=most, boost=boost, **given)
     n, passes = options.n, options.max_passes or most
     if options.draw == IMPORTANCE:
         common: dict[str, Any] = {"end_token": end_token, "seed": options.seed, "max_passes": passes}
         return Importance(item_set, n, candidates=options.candidates or 1, **common)
     exact = {name: given[name] for name in ("seed", *OF_EXACT)}
-    return Drawing(item_set, n, end_token=end_token, max_passes=passes, **exact)
+    return Drawing(item_set, n, end_token=end_token, max_passes=passes, boost=boost, **exact)
 
 
 def run_together(
@@ -148,7 +152,9 @@ class OneRequest:
         """
         if isinstance(options, ListOptions):
             scores = options.without_end, options.renormalised
-            spec = ListSpec(options.n, options.beam, end_token, *scores, placeholders=placeholders)
+            spec = ListSpec(
+                options.n, options.beam, end_token, *scores, placeholders=placeholders, boost=search.tree.boosting
+            )
             if placeholders:
                 return spec
             more = {"exact": options.exact, "max_passes": options.max_passes is not None}
@@ -156,7 +162,9 @@ class OneRequest:
         elif isinstance(search, Drawing):
             keys, k = search.races
             width = options.race_width(len(keys), k, self.beams)
-            spec = ListSpec(k, width or 1, end_token, races=tuple(keys), temperature=options.temperature)
+            spec = ListSpec(
+                k, width or 1, end_token, races=tuple(keys), temperature=options.temperature, boost=search.tree.boosting
+            )
             more = {"max_passes": options.max_passes is not None, self._too_many: width is None}
         else:
             return None  # draws by importance
@@ -182,7 +190,9 @@ class OneRequest:
             made = search.begin_with(known, result.passes, result.rounds)
             way = metrics.UNDECIDED if made is None else way
         elif reason is None and any(result.items):
-            made = Found(ordered(result.items[0]), result.passes, result.rounds, proven=result.proven)
+            (items,) = result.items
+            ranked = ordered(items, search.tree.boosts([tokens for tokens, _ in items]))
+            made = Found(ranked, result.passes, result.rounds, proven=result.proven)
         else:
             reason = reason or NoList.HOST_PATH
             way = result.detail if result.detail and reason.scope == "engine" else reason.value

@@ -6,6 +6,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from itemset.errors import shown
+from itemset.select.boosts import parted
 from itemset.serving.catalogue import InlineSet, RefusedError
 from itemset.serving.front import request_fields as fields
 
@@ -68,6 +69,17 @@ class ItemRequest:
         return () if isinstance(self.attributes, bool) else self.attributes
 
     @property
+    def temperature(self) -> float:
+        """Return that of its draws; 1 without them."""
+        return self.several.temperature if isinstance(self.several, DrawOptions) else 1.0
+
+    @property
+    def boost_scale(self) -> float:
+        """Return what the potentials of its set, which serve all weights of one attribute, are to be multiplied by."""
+        has_one = fields.BOOST in self.selection and fields.BOOST_KEYS not in self.selection
+        return parted(self.selection[fields.BOOST])[1] if has_one else 1.0
+
+    @property
     def chooses(self) -> bool:
         """Return whether it selects among the items of its registered set, and that is still to be done."""
         return self.made is None and bool(self.selection)
@@ -97,7 +109,8 @@ class ItemRequest:
             return None
         if attributes and not named and (choices or not other):  # of a constraint it is known later
             raise wrong_type(fields.NO_ATTRIBUTES, fields.ATTRIBUTES)
-        selection = {word: given[word] for word in fields.SELECTION if given.get(word) is not None}
+        words = (*fields.SELECTION, *fields.STEERING)
+        selection = {word: given[word] for word in words if given.get(word) is not None}
         _check_selection(selection, named, choices)
         if not has_set:
             if draws and drawn:
@@ -117,6 +130,13 @@ class ItemRequest:
         check_options(given, ranked=k is not None and not drawn, drawn=drawn)
         several: ListOptions | DrawOptions | None
         several = DrawOptions.of(given[DRAWS], given) if drawn else None if k is None else ListOptions.of(k, given)
+        for word in selection.keys() & fields.STEERING:
+            if several is None or (isinstance(several, DrawOptions) and several.draw == fields.IMPORTANCE):
+                raise RefusedError(
+                    "beam search",
+                    f"{word} steers ranked lists and exact draws: ask for {BEAMS} and n, or for {DRAWS}, or omit it",
+                    word,
+                )
         name, choice = named[0] if named else None, choices[0] if choices else None
         common: dict[str, Any] = {"weighed": weighed, "attributes": attributes, "after": after}
         return cls(name, choice, several, selection, **common)
@@ -180,6 +200,13 @@ def _weighed(given: Mapping[str, Any], has_set: bool, *, ranked: bool) -> str:
     return words[0] if words else ""
 
 
+_KINDS: Mapping[str, tuple[type, str]] = {
+    fields.FILTER: (dict, "an object of conditions"),
+    fields.BOOST: (dict, "an object of attributes and weights"),
+    fields.BOOST_KEYS: (dict, "an object of keys and what each adds"),
+}
+
+
 def _check_selection(selection: Mapping[str, Any], named: Sequence[Any], choices: Sequence[Any]) -> None:
     for word, value in selection.items():
         if not named:
@@ -187,7 +214,7 @@ def _check_selection(selection: Mapping[str, Any], named: Sequence[Any], choices
             raise wrong_type(
                 f"{word} chooses among the items of a registered set: name the set as {REFERENCE}{mend}", word
             )
-        kind, example = (dict, "an object of conditions") if word == fields.FILTER else (list, "a list of keys")
+        kind, example = _KINDS.get(word, (list, "a list of keys"))
         if not isinstance(value, kind):
             raise wrong_type(f"{word} must be {example}, not {shown(value)}", word)
 
@@ -215,9 +242,10 @@ def _refuse_beside_slate(given: Mapping[str, Any], other: bool, *, ranked: bool)
     if ranked or wants_draws(given):
         message = "a slate is one answer: a ranked list or draws exclude it, leave them out"
         raise RefusedError("beam search", message, SLATE)
-    for word in fields.SELECTION:
+    for word in (*fields.SELECTION, *fields.STEERING):
         if given.get(word) is not None:
-            raise wrong_type(f"{word} would be ignored beside a slate: state it in the slate", word)
+            mend = "state it in the slate" if word in fields.SELECTION else "leave it out"
+            raise wrong_type(f"{word} would be ignored beside a slate: {mend}", word)
     check_options(given, ranked=False)
 
 
@@ -228,7 +256,8 @@ def check_options(given: Mapping[str, Any], *, ranked: bool, drawn: bool = False
         raise RefusedError("beam search", message, LIST)
     for key in (*islice(given, fields.COMPARED), *given.keys() & {*fields.OPTIONS, *fields.DRAWN}):
         meant = None if drawn and key == fields.CANDIDATES else fields.ELSEWHERE.get(key)
-        words = (*fields.OPTIONS, BEAMS, *fields.SELECTION, *fields.DRAWN, *fields.OF_ANSWERS, LIST_AFTER)
+        of_sets = (*fields.SELECTION, *fields.STEERING, *fields.OF_ANSWERS)
+        words = (*fields.OPTIONS, BEAMS, *of_sets, *fields.DRAWN, LIST_AFTER)
         word = meant or fields.nearest(key, words)
         if word not in (None, key):
             raise wrong_type(f"there is no field {shown(key)}: did you mean {word}?", key)
@@ -292,7 +321,7 @@ def refuse_beside(given: Mapping[str, Any], what: str = "draws") -> None:
             raise RefusedError(
                 "draws",
                 f"{name} would bend the model's distribution, and {what} follow it as it is: leave {name} out; "
-                "temperature, up to 1, is for draws too",
+                "temperature is for draws too",
                 name,
             )
     for name in UNSAID:

@@ -19,6 +19,8 @@ CHOICE, STRUCTURED, GUIDED = "choice", "structured_outputs", "guided_choice"
 """The inline list, the field that vLLM has it in, and its older word for it."""
 FILTER, EXCLUDE, ONLY = SELECTION = ("item_filter", "exclude_keys", "only_keys")
 """What chooses among the items of a registered set: see `itemset.select.views.view`."""
+BOOST, BOOST_KEYS = STEERING = ("boost", "boost_keys")
+"""What adds to the scores of a list's items, or of draws: see `itemset.select.views.view`."""
 ELSEWHERE = {"filter": FILTER, "where": FILTER, "exclude": EXCLUDE, "only": ONLY, "candidates": ONLY}
 """What others call these. A server would drop such a field, and answer of all items."""
 BEAMS = "use_beam_search"
@@ -32,6 +34,7 @@ IMPORTANCE = "importance"
 """Of `draw`, the value that is not the default."""
 MOST_CANDIDATES = 64
 LEAST_TEMPERATURE = 1e-6  # of draws: float32 holds an item's log-probability over it, and some digits
+MOST_TEMPERATURE = 100.0  # at which they hardly look at the model
 USUAL_BEAMS = 64  # of a list: as many as find nearly all of the best (docs/benchmarks.md, "Ranked lists")
 RACE_BEAMS, FEWEST_BEAMS = 16, 4  # of a race with replacement: by default, and as many as it takes at least
 WEIGHT = "return_set_weight"
@@ -50,7 +53,7 @@ LIST_AFTER = "list_after"
 """The text that ends a sampled answer, a thought, after which a list is made; or true, at the end of its reasoning."""
 MOST_MARKER = 100  # characters of it
 
-OF_SET, OF_ITEMS = (REFERENCE, *SELECTION, SLATE, *OF_ANSWERS), (DRAWS, DRAW, LIST_AFTER)
+OF_SET, OF_ITEMS = (REFERENCE, *SELECTION, *STEERING, SLATE, *OF_ANSWERS), (DRAWS, DRAW, LIST_AFTER)
 """Fields of any request with a registered set, and of those that several items answer."""
 WORDS = (*OF_SET, CHOICE, STRUCTURED, GUIDED, *OF_ITEMS)
 EDITS = 2
@@ -235,13 +238,12 @@ class DrawOptions(_Options, frozen=True):
     def __post_init__(self) -> None:
         """Raises RefusedError for a value of another type, or none that can be drawn with."""
         super().__post_init__()
-        given = self.temperature
-        if isinstance(given, bool) or not isinstance(given, int | float) or not LEAST_TEMPERATURE <= given <= 1:
+        given, least, most = self.temperature, LEAST_TEMPERATURE, MOST_TEMPERATURE
+        if isinstance(given, bool) or not isinstance(given, int | float) or not least <= given <= most:
             raise RefusedError(
                 "draws",
-                f"temperature must be {LEAST_TEMPERATURE:g} to 1 for draws, not {shown(given)}: it is one over items, "
-                "of weights p^(1/temperature), which can be drawn exactly up to 1; for the most likely items ask for a "
-                "ranked list",
+                f"temperature must be {least:g} to {most:g} for draws, not {shown(given)}: it is one over items, of "
+                "weights p^(1/temperature); for the most likely items ask for a ranked list",
                 "temperature",
             )
         if self.draw != IMPORTANCE and self.candidates is not None:

@@ -1,0 +1,143 @@
+"""Boosts in the search: against exhaustive scoring, by attributes and by keys, with filters, exclusions and several
+keys an item."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from devices import DEVICE
+from distributions import fit
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import item_sets
+from test_beam_draws import run_in
+from test_beams import Caller, listed
+from test_search import END, VOCABULARY, Model, best_items, log_probs, oracle
+
+import itemset
+from itemset.masking.arena import Arena, room_for
+from itemset.ranking.beams import Beams
+from itemset.ranking.exact_sampling import Drawing
+from itemset.ranking.search import Search
+from itemset.select.views import tempered
+
+
+def steered(items: list[list[int]], data: Any) -> tuple[itemset.ItemSet, dict[tuple[int, ...], float]]:
+    """A set with some selection and boosts, and the boost of each item that is left, by hand."""
+    repeats = [items[i] for i in data.draw(st.lists(st.integers(0, len(items) - 1), max_size=4))]
+    rows = [*items, *repeats]  # some items have several keys
+    each = st.floats(-3, 3, width=32)
+    margin = data.draw(st.lists(each | st.none(), min_size=len(rows), max_size=len(rows)))
+    fresh = data.draw(st.lists(st.booleans(), min_size=len(rows), max_size=len(rows)))
+    built = itemset.build(
+        rows, attributes={"margin": pa.array(margin, pa.float64()), "fresh": fresh, "row": list(range(len(rows)))}
+    )
+    gone = data.draw(st.sets(st.integers(0, len(rows) - 1), max_size=len(rows) - 1))
+    filtered = data.draw(st.sets(st.integers(0, len(rows) - 1), max_size=len(rows) - 1 - len(gone)))
+    keys = {key: data.draw(each) for key in data.draw(st.sets(st.integers(0, len(rows) + 2), max_size=4))}
+    boost = data.draw(st.sampled_from([{}, {"margin": 1.0}, {"margin": -0.5, "fresh": 2.0}]))
+    only = data.draw(st.booleans())
+    left = [i for i in range(len(rows)) if i not in gone | filtered]
+    seen = itemset.view(
+        built, {"row": {"$nin": sorted(filtered)}} if filtered else None, exclude_keys=sorted(gone) or None,
+        only_keys=left if only else None, boost=boost, boost_keys=keys,
+    )  # fmt: skip
+    expected = dict[tuple[int, ...], float]()
+    for i in left:
+        added = boost.get("margin", 0) * (margin[i] or 0.0) + boost.get("fresh", 0) * fresh[i] + keys.get(i, 0.0)
+        expected[tuple(rows[i])] = max(added, expected.get(tuple(rows[i]), -np.inf))
+    return seen, expected
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    items=item_sets(vocab_size=VOCABULARY - 1), k=st.integers(1, 6), end=st.sampled_from([None, END]), data=st.data()
+)
+def test_exact_lists_are_the_ranking_of_the_sums(items: Any, k: int, end: int | None, data: Any) -> None:
+    seen, boosts = steered(items, data)
+    np.testing.assert_allclose(seen.boosts_of(list(boosts)), list(boosts.values()), atol=1e-5)
+    logs = {item: log for log, item in oracle([list(item) for item in boosts], end)}
+    scale = data.draw(st.sampled_from([1.0, 0.5, 3.0]))
+    sums = sorted(((logs[item] + scale * boost, item) for item, boost in boosts.items()), key=lambda one: -one[0])
+    width = data.draw(st.integers(1, 9))
+    best = best_items(Model(), Search(seen, k, width=width, end_token=end, exact=True, boost=scale))
+    assert best.proven
+    np.testing.assert_allclose([item.score for item in best.items], [total for total, _ in sums[:k]], atol=1e-5)
+    np.testing.assert_allclose([item.about["logprob"] for item in best.items], [logs[i.tokens] for i in best.items])
+    wide = best_items(Model(), Search(seen, len(seen), end_token=end, boost=scale))
+    assert wide.proven
+    assert {item.tokens for item in wide.items} == boosts.keys()
+
+
+@settings(max_examples=60, deadline=None)
+@given(items=item_sets(vocab_size=VOCABULARY - 1), end=st.sampled_from([None, END]), data=st.data())
+@pytest.mark.parametrize("kernels", ["auto", pytest.param("triton", marks=pytest.mark.slow)])
+def test_beams_find_what_the_search_finds(items: Any, end: int | None, kernels: Any, data: Any) -> None:
+    seen, _ = steered(items, data)
+    arena = Arena(room_for(seen), DEVICE)
+    number, scale = arena.acquire(seen), data.draw(st.sampled_from([1.0, 2.5]))
+    k, width = data.draw(st.integers(1, 6)), data.draw(st.integers(6, 12))
+    renormalised, stepwise = data.draw(st.booleans()), data.draw(st.booleans())
+    search = Search(seen, k, width=width, end_token=end, renormalised=renormalised, boost=scale)
+    beams = Beams(
+        arena, [number], seen.level_plan, width=width, k=k, end_token=end, renormalised=renormalised,
+        stepwise=stepwise and not renormalised, kernels=kernels, boost=search.tree.boosting,
+    )  # fmt: skip
+    Caller(beams).run()
+    best = best_items(Model(), search)
+    boosts = dict(zip(map(tuple, seen.items()), seen.boosts_of(seen.items()).tolist(), strict=True))
+    found = [(log + scale * boosts[item], item) for log, item in listed(beams, 0)]
+    assert found == sorted(found, key=lambda one: -one[0])
+    if not beams._rules.whole:
+        return  # what stands alone may have been pruned
+    np.testing.assert_allclose([score for score, _ in found], [item.score for item in best.items], rtol=1e-5, atol=1e-5)
+    assert bool(beams.proven.all()) == best.proven
+
+
+DRAWS = [(1, 1, True), (0.5, 2, True), (1, 1.5, False), (2, 0, True), (4, 1, True), (1.5, 2, False)]
+
+
+@pytest.mark.parametrize(("temperature", "spread", "replace"), DRAWS)
+def test_draws_follow_the_boosted_weights(temperature: float, spread: float, replace: bool) -> None:
+    """An item has the share of its (p * e^b)^(1/T); without replacement the second has it of what the first left."""
+    rng = np.random.default_rng(5)
+    items = sorted({tuple(rng.integers(0, 4, rng.integers(1, 4)).tolist()) for _ in range(40)})
+    adds = rng.normal(0, spread, len(items))
+    built = itemset.build(items, attributes={"add": adds, "sold": [i % 5 == 0 for i in range(len(items))]})
+    seen = itemset.view(built, {"sold": False}, boost={"add": 1.0} if spread else None)
+    left = [i for i in range(len(items)) if i % 5]
+    logs = {item: log for log, item in oracle([list(item) for item in items], END)}
+    shares = np.array([np.exp((logs[items[i]] + adds[i]) / temperature) for i in left])
+    shares /= shares.sum()
+    options: dict[str, Any] = {"end_token": END, "temperature": temperature, "replace": replace}
+    if replace:
+        found = [best_items(Model(), Drawing(seen, 4000, seed=3, **options)).items]
+    else:
+        found = [best_items(Model(), Drawing(seen, 2, seed=seed, **options)).items[1:] for seed in range(1000)]
+        shares = np.array(
+            [(shares[j] * np.delete(shares, j) / (1 - np.delete(shares, j))).sum() for j in range(len(left))]
+        )
+    counts = Counter(item.tokens for one in found for item in one)
+    assert counts.keys() <= {items[i] for i in left}
+    np.testing.assert_allclose([item.score for item in found[0]], [logs[item.tokens] for item in found[0]])
+    assert fit(np.array([counts[items[i]] for i in left]), shares) > 1e-4
+
+
+@settings(max_examples=25, deadline=None)
+@given(items=item_sets(vocab_size=VOCABULARY - 1), data=st.data())
+@pytest.mark.parametrize("kernels", ["auto", pytest.param("triton", marks=pytest.mark.slow)])
+def test_races_in_beams_are_those_of_the_rounds(items: Any, kernels: str, data: Any) -> None:
+    seen, _ = steered(items, data)
+    temperature, replace = data.draw(st.sampled_from([1.0, 0.5, 3.0])), data.draw(st.booleans())
+    options: dict[str, Any] = {"temperature": temperature, "boost": data.draw(st.sampled_from([1.0, 0.3]))}
+    drawing = Drawing(seen, 3, end_token=END, replace=replace, seed=1, **options)
+    if temperature > 1:
+        seen = tempered(seen, temperature, options["boost"])
+    beams = run_in(seen, log_probs, drawing, END, len(seen) + 2, kernels, temperature=temperature)
+    drawn = [tokens for row in range(beams.lists) for _, tokens in listed(beams, row)]
+    assert drawn == [item.tokens for item in best_items(Model(), drawing).items]
+    assert beams.proven.all()

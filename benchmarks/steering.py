@@ -1,0 +1,204 @@
+"""Boosts in the search, beside a list of the model's best that is re-ranked afterwards.
+
+python benchmarks/steering.py --items 1e6 --json docs/benchmarks/steering.json
+
+Semantic IDs of 4 codes of 256, and a model that has learnt a taste: a prefix has the mass of its items, up to a noise
+of its own, and 3 % of each step lie outside the set. Its logits come from an array, so that a list costs its search.
+
+recall: the share of the ten best by the sum that a list of ten has, mean of the prompts. "n re-ranked": the n best
+items of the model, exact, re-ranked by the sum. "beam of n": boosts in the search, by a beam of that width.
+potentials: making what the search reads, beside a filter of the same set.
+rounds: the search's own time of a list, without the model, with a boost and without, in turns; `--before` compares a
+list without boosts with another checkout's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from statistics import median
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from runner import Report, Row, checkouts, isolated, ms_of, parser, whole
+
+CODES, LENGTH = 256, 4
+LEGAL, NOISE, SPREAD = 0.97, 0.3, (2.0, 1.5, 1.0, 0.7)
+RERANKED, BEAMS = (10, 100, 1_000), (64, 256)
+
+
+class Model:
+    """Log-probabilities of the prefixes of a set's items, each level's in the order of their codes."""
+
+    def __init__(self, ids: NDArray[np.int64], popularity: NDArray[np.float64], seed: int) -> None:
+        """ids: [N, LENGTH], ascending and distinct. popularity: [N], of the model's log-probabilities."""
+        draw, taste = np.random.default_rng(seed), popularity.copy()
+        numbers = [(ids[:, :level] @ CODES ** np.arange(level)[::-1]) for level in range(LENGTH + 1)]
+        firsts = [np.flatnonzero(np.diff(one, prepend=-1)) for one in numbers]
+        self.prefixes = [one[first] for one, first in zip(numbers, firsts, strict=True)]
+        for level in range(1, LENGTH + 1):
+            own = SPREAD[level - 1] * draw.standard_normal(len(firsts[level]))
+            taste += own[np.searchsorted(self.prefixes[level], numbers[level])]
+        weights = np.exp(taste - taste.max())
+        self.steps, logs = [np.zeros(1)], np.zeros(1)
+        for level in range(1, LENGTH + 1):
+            mass = np.add.reduceat(weights, firsts[level]) * np.exp(NOISE * draw.standard_normal(len(firsts[level])))
+            parents = np.searchsorted(self.prefixes[level - 1], self.prefixes[level] // CODES)
+            total = np.bincount(parents, mass)
+            self.steps.append(np.log(mass / total[parents] * LEGAL))
+            logs = logs[parents] + self.steps[-1]
+        self.logs = logs  # of the items
+
+    def logits(self, tokens: NDArray[np.int64], taken: int) -> NDArray[np.float32]:
+        """Log-probabilities after these prefixes, [rows, CODES + 1]: the last token is all that is not in the set."""
+        rows = np.full((len(tokens), CODES + 1), -np.inf, np.float32)
+        begin = (np.maximum(tokens[:, :taken], 0) @ CODES ** np.arange(taken)[::-1]) * CODES
+        first, end = (np.searchsorted(self.prefixes[taken + 1], edge) for edge in (begin, begin + CODES))
+        for row, low, high in zip(rows, first, end, strict=True):
+            row[self.prefixes[taken + 1][low:high] % CODES] = self.steps[taken + 1][low:high]
+            row[CODES] = np.log(1 - LEGAL)
+        return rows
+
+
+def catalogue(count: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Skewed ids, ascending and distinct, and the popularity of each."""
+    draw = np.random.default_rng(1)
+    ids, number = np.zeros((int(count * 1.05), LENGTH), np.int64), np.zeros(int(count * 1.05), np.int64)
+    for level in range(LENGTH):  # each prefix has a skew of its own
+        shift = (number * 2654435761 >> 7) % CODES if level else 0
+        ids[:, level] = (draw.choice(CODES, len(ids), p=draw.dirichlet(np.ones(CODES))) + shift) % CODES
+        number = number * CODES + ids[:, level]
+    ids = np.unique(ids, axis=0)
+    ids = ids[np.sort(draw.permutation(len(ids))[:count])]
+    return ids, np.minimum(draw.gumbel(0, 1, len(ids)), 8)
+
+
+def boosts_of(count: int, popularity: NDArray[np.float64]) -> dict[str, NDArray[np.float64]]:
+    draw = np.random.default_rng(2)
+    unit = lambda values: (values - values.mean()) / values.std()  # noqa: E731
+    flag, keys = np.zeros(count), np.zeros(count)
+    flag[draw.permutation(count)[: count // 20]], keys[draw.permutation(count)[:1_000]] = 1, 1
+    return {
+        "each item's own": unit(draw.standard_normal(count)),
+        "popular": unit(popularity),
+        "novel": -unit(popularity),
+        "margin, exponential": draw.exponential(1, count),
+        "flag on 5 %": flag,
+        "1,000 keys": keys,
+    }
+
+
+WEIGHTS = {"each item's own": (1, 2, 4), "margin, exponential": (1, 2), "flag on 5 %": (3,), "1,000 keys": (4,)}
+
+
+def listed(arena: Any, number: int, plan: Any, model: Model, width: int, **options: Any) -> tuple[Any, float]:
+    """A list of ten by a beam, [10, LENGTH] tokens, and the ms of its rounds."""
+    import torch
+
+    from itemset.ranking.lockstep import Lockstep
+
+    beams, taken = Lockstep(arena, [number], plan, width=width, k=10, end_token=None, **options), 0.0
+    tokens = np.zeros((1, LENGTH), np.int64)
+    while beams.passes_left:
+        logits = torch.from_numpy(model.logits(tokens, beams.taken))
+        taken += ms_of(lambda logits=logits: beams.round(logits))
+        tokens = beams.tokens[0, : beams.row_count].numpy()
+    return beams.found.tokens[0].numpy(), taken
+
+
+def recall(count: int, prompts: int) -> Iterator[Row]:
+    import itemset
+    from itemset.masking.arena import Arena, room_for
+
+    ids, popularity = catalogue(count)
+    boosts = boosts_of(len(ids), popularity)
+    models = [Model(ids, popularity, 100 + prompt) for prompt in range(prompts)]
+    built = itemset.build(ids, attributes=boosts)
+    for name, values in boosts.items():
+        for weight in WEIGHTS.get(name, (2,)):
+            seen = itemset.view(built, boost={name: float(weight)})
+            arena = Arena(room_for(seen))
+            number, found = arena.acquire(seen), dict[str, list[float]]()
+            for model in models:
+                sums = model.logs + weight * values
+                best = np.argpartition(-sums, 9)[:10]
+                order = np.argsort(-model.logs)[: RERANKED[-1]]
+                lists = {f"{n:,} re-ranked": order[:n][np.argsort(-sums[order[:n]])[:10]] for n in RERANKED}
+                root = float(sums.max() - model.logs[sums.argmax()])  # any bound of the boosts will do
+                for width in BEAMS:
+                    items, _ = listed(arena, number, built.level_plan, model, width, boost=(1.0, root))
+                    lists[f"beam of {width}"] = np.asarray(built.lookup(items))
+                for way, items in lists.items():
+                    found.setdefault(way, []).append(len(np.intersect1d(items, best)) / 10)
+            yield {"boost": name, "weight": weight} | {way: float(np.mean(each)) for way, each in found.items()}
+
+
+def potentials(count: int, prompts: int) -> Iterator[Row]:
+    import itemset
+
+    for items in (count // 10, count):
+        ids, popularity = catalogue(items)
+        boosts = boosts_of(len(ids), popularity)
+        columns = {"popular": boosts["popular"], "stock": np.arange(len(ids)) % 10 > 0}
+        built = itemset.build(ids, attributes=columns)
+        keys = {int(key): 1.0 for key in np.random.default_rng(3).permutation(len(ids))[:1_000]}
+        asked: dict[str, Row] = {
+            "filter": {"item_filter": {"stock": True}}, "boost": {"boost": {"popular": 1.0}},
+            "filter and boost": {"item_filter": {"stock": True}, "boost": {"popular": 1.0}},
+            "1,000 boosted keys": {"boost_keys": keys},
+        }  # fmt: skip
+        for what, words in asked.items():
+            seen = itemset.view(built, **words)
+            times = [ms_of(lambda built=built, words=words: itemset.view(built, **words)) for _ in range(9)]
+            yield {"items": len(ids), "view": what, "ms": median(times), "bytes": seen.nbytes}
+
+
+def rounds(count: int, prompts: int) -> Iterator[Row]:
+    import itemset
+    from itemset.masking.arena import Arena, room_for
+
+    ids, popularity = catalogue(count)
+    model, popular = Model(ids, popularity, 100), boosts_of(len(ids), popularity)["popular"]
+    built = itemset.build(ids, attributes={"popular": popular})
+    sets: dict[str, tuple[Any, Row]] = {"no boost": (built, {})}
+    if hasattr(itemset, "view") and "boost" in itemset.view.__kwdefaults__:
+        keys = {int(key): 1.0 for key in np.random.default_rng(3).permutation(len(ids))[:1_000]}
+        sets["boost"] = itemset.view(built, boost={"popular": 1.0}), {"boost": (1.0, 10.0)}
+        sets["1,000 boosted keys"] = itemset.view(built, boost_keys=keys), {"boost": (1.0, 10.0)}
+    arena = Arena(sum(room_for(one) for one, _ in sets.values()))
+    numbers = {name: arena.acquire(one) for name, (one, _) in sets.items()}
+    for width in BEAMS:
+        times: dict[str, list[float]] = {name: [] for name in sets}
+        for _ in range(30):
+            for name, (_, options) in sets.items():
+                times[name].append(listed(arena, numbers[name], built.level_plan, model, width, **options)[1])
+                time.sleep(0.002)
+        for name, each in times.items():
+            yield {"width": width, "list": name, "ms": min(each), "/ no boost": min(each) / min(times["no boost"])}
+
+
+PARTS = {"recall": recall, "potentials": potentials, "rounds": rounds}
+
+
+def measure(part: str, count: int, prompts: int) -> list[Row]:
+    return list(PARTS[part](count, prompts))
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--items", type=whole, default=1_000_000)
+    options.add_argument("--prompts", type=int, default=5)
+    options.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    arguments = options.parse_args()
+    report = Report(arguments)
+    for part in arguments.parts:
+        rows, given = list[Row](), (part, arguments.items, arguments.prompts)
+        for label, checkout in checkouts(arguments):
+            if part == "rounds" or label.get("code") != "before":
+                rows += [label | row for row in isolated(measure, *given, checkout=checkout)]
+        report.add(part, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -25,7 +25,7 @@ from runner import Report, Row, checkouts, isolated, ms_of, parser, whole
 
 CODES, LENGTH = 256, 4
 LEGAL, NOISE, SPREAD = 0.97, 0.3, (2.0, 1.5, 1.0, 0.7)
-RERANKED, BEAMS = (10, 100, 1_000), (64, 256)
+RERANKED, BEAMS = (10, 64, 256, 1_000), (64, 256)
 
 
 class Model:
@@ -119,13 +119,12 @@ def recall(count: int, prompts: int) -> Iterator[Row]:
         for weight in WEIGHTS.get(name, (2,)):
             seen = itemset.view(built, boost={name: float(weight)})
             arena = Arena(room_for(seen))
-            number, found = arena.acquire(seen), dict[str, list[float]]()
+            number, root, found = arena.acquire(seen), weight * float(values.max()), dict[str, list[float]]()
             for model in models:
                 sums = model.logs + weight * values
                 best = np.argpartition(-sums, 9)[:10]
                 order = np.argsort(-model.logs)[: RERANKED[-1]]
                 lists = {f"{n:,} re-ranked": order[:n][np.argsort(-sums[order[:n]])[:10]] for n in RERANKED}
-                root = float(sums.max() - model.logs[sums.argmax()])  # any bound of the boosts will do
                 for width in BEAMS:
                     items, _ = listed(arena, number, built.level_plan, model, width, boost=(1.0, root))
                     lists[f"beam of {width}"] = np.asarray(built.lookup(items))

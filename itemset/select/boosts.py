@@ -52,7 +52,7 @@ def of_keys(item_set: ItemSet, boost: Mapping[str, Any]) -> NDArray[np.float64]:
     Raises ItemSetError: an attribute that there is not, or that is no number, or a weight that is no finite number.
     """
     of, at = item_set.whole.rows_of or (item_set.whole, None)
-    table, sums = of.attributes, np.zeros(len(item_set.keys))
+    table, parts = of.attributes, list[NDArray[np.float64]]()
     for name, weight in boost.items():
         if name not in table.column_names:
             raise ItemSetError(f"there is no attribute {shown(name)}: {known([table.schema])}")
@@ -62,8 +62,8 @@ def of_keys(item_set: ItemSet, boost: Mapping[str, Any]) -> NDArray[np.float64]:
             raise ItemSetError(f"{shown(name)} ({label}) is no number, date or bool: boost by one of these")
         if at is not None:
             column = column.take(pa.array(at))
-        sums += _number(weight, f"the weight of {shown(name)}") * _numbers(column, label)
-    return sums
+        parts.append(_number(weight, f"the weight of {shown(name)}") * _numbers(column, label))
+    return sum(parts[1:], parts[0])
 
 
 def _numbers(column: pa.ChunkedArray, label: str) -> NDArray[np.float64]:
@@ -73,9 +73,10 @@ def _numbers(column: pa.ChunkedArray, label: str) -> NDArray[np.float64]:
         column = column.cast(pa.date32()).cast(pa.int32())
     elif label == "timestamp":
         unit, column = _DAY[column.type.unit], column.cast(pa.int64())
-    filled = pc.fill_null(column.cast(pa.float64()), 0.0).to_numpy()
-    numbers: NDArray[np.float64] = np.where(np.isnan(filled), 0.0, filled) / unit
-    return numbers
+    numbers: NDArray[np.float64] = pc.fill_null(column.cast(pa.float64()), 0.0).to_numpy()
+    if np.isnan(numbers).any():
+        numbers = np.nan_to_num(numbers, posinf=np.inf, neginf=-np.inf)
+    return numbers / unit if unit != 1 else numbers
 
 
 def by_place(item_set: ItemSet, boost_keys: Mapping[Any, Any]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:

@@ -175,7 +175,8 @@ def boosted(base: ItemSet, boost: Mapping[str, float], boost_keys: Mapping[Any, 
     if boost_keys:
         places, added = by_place(base, boost_keys)
         sums[places] += added
-    sums[~base._keys.passes(np.arange(len(sums)))] = -np.inf
+    if base._keys.test is not None:
+        sums[~base._keys.passes(np.arange(len(sums)))] = -np.inf
     values = sums if starts is None else np.maximum.reduceat(sums, starts[:-1].astype(np.int64))
     found = potentials(base.trie.tables, whole.trie.tables, values.astype(np.float32))
     return _with_potential(base, found)

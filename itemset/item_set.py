@@ -246,7 +246,7 @@ class ItemSet:
         if not len(rows):
             return np.zeros(0, np.int64)
         whole = self.whole
-        numbers = numbering.numbers_of(self.trie.tables, whole.trie.tables, self._terminal_rank, rows)
+        numbers = numbering.numbers_of(self.trie.tables, whole.trie.tables, rows)
         numbers[numbers >= len(whole)] = -1  # of a damaged file
         return numbers
 
@@ -260,16 +260,14 @@ class ItemSet:
 
     def items_at(self, numbers: NDArray[np.int64]) -> list[list[int]]:
         """Return the tokens of the items with these numbers."""
-        rows = numbering.items_at(self.whole.trie.tables, self._terminal_rank, numbers, self.longest)
+        rows = numbering.items_at(self.whole.trie.tables, numbers, self.longest)
         return [part.tolist() for part in np.split(rows.tokens, rows.offsets[1:-1])]
 
     def numbers_in(self, other: "ItemSet") -> NDArray[np.int64]:
         """Return the number that each item has in another set, -1 if it is none of that."""
         parts = np.array_split(np.arange(len(self)), 1 + len(self) // _ITEMS_AT_ONCE)
-        tables, rank = self.whole.trie.tables, self._terminal_rank
-        return np.concatenate(
-            [other._numbers_of(numbering.items_at(tables, rank, part, self.longest)) for part in parts]
-        )
+        tables = self.whole.trie.tables
+        return np.concatenate([other._numbers_of(numbering.items_at(tables, part, self.longest)) for part in parts])
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the index file; an existing one is replaced at once. Raises ItemSetError if it cannot be written."""
@@ -305,14 +303,10 @@ class ItemSet:
         if not 0 < total <= MAX_ITEMS:
             raise ItemSetError(f"{total:,} items would be left: a set has 1 to {MAX_ITEMS:,}")
         try:
-            distinct = merged(self.trie, self._terminal_rank, self.key_starts, ~gone, given)
+            distinct = merged(self.trie, self.key_starts, ~gone, given)
         except ValueError as error:
             raise ItemSetError(f"the index is corrupted, {error}: {AGAIN}") from error
         return built(distinct, pa.concat_arrays(values), columns, self._origin)
-
-    @functools.cached_property
-    def _terminal_rank(self) -> NDArray[np.uint32]:
-        return numbering.rank_terminals(self.trie.tables.terminal) if self.base is None else self.base._terminal_rank
 
     def _arrays(self) -> dict[str, NDArray[Any]]:
         attributes = {} if self._attributes is None else {"attributes": self._attributes}

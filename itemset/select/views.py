@@ -160,7 +160,7 @@ def without(base: ItemSet, places: NDArray[np.int64]) -> ItemSet:
     test: Test = lambda at: before(at) & ~np.isin(at, places)  # noqa: E731
     keys = replace(base._keys, base=base._keys, test=test, own_bytes=places.nbytes)
     whole = base.whole
-    dead = dead_of(base.trie.tables, whole.trie.tables, whole._terminal_rank, numbers)
+    dead = dead_of(base.trie.tables, whole.trie.tables, numbers)
     below = base.base if base.base is not None and base.own.keys() == {"dead"} else base
     return View(below, {"dead": dead}, len(base) - len(numbers), keys=keys)
 
@@ -168,7 +168,7 @@ def without(base: ItemSet, places: NDArray[np.int64]) -> ItemSet:
 def only(base: ItemSet, places: NDArray[np.int64]) -> ItemSet:
     """Return a set of its own of the items with these keys, given by their places in `keys`, each of which passes."""
     whole, numbers = base.whole, base._keys.owners(places)
-    rows = items_at(whole.trie.tables, whole._terminal_rank, numbers, whole.longest)
+    rows = items_at(whole.trie.tables, numbers, whole.longest)
     made = built(sort_unique(as_rows(rows)), pa.array(places), None, base._origin)
     at = made.keys.to_numpy()
     chosen = ItemSet(

@@ -14,34 +14,28 @@ from itemset.trie.targets import is_leaf, nodes_before
 from itemset.trie.walk import END, TAIL, advance, find_edge, follow, is_terminal, tail_token
 
 
-def numbers_of(tables: Tables, whole: Tables, terminal_rank: NDArray[np.uint32], rows: Rows) -> NDArray[np.int64]:
+def numbers_of(tables: Tables, whole: Tables, rows: Rows) -> NDArray[np.int64]:
     """Return the item number of each row [N], -1 if it is no item of the set or view.
 
-    tables: of the set or the view. whole, terminal_rank: of the whole set, which the numbers are of.
+    tables: of the set or the view. whole: of the whole set, which the numbers are of.
     """
     out = np.empty(len(rows), np.int64)
-    _numbers_of(tables.pointers, whole.pointers, terminal_rank, *rows.cells[:2], rows.offsets, out)
+    _numbers_of(tables.pointers, whole.pointers, whole.terminal_rank, *rows.cells[:2], rows.offsets, out)
     return out
 
 
-def items_at(tables: Tables, terminal_rank: NDArray[np.uint32], numbers: NDArray[np.int64], longest: int) -> Rows:
+def items_at(tables: Tables, numbers: NDArray[np.int64], longest: int) -> Rows:
     """Return the tokens of the items with these numbers, each 0 .. items - 1.
 
     Raises ItemSetError if one has more than `longest` tokens, which only a damaged index does.
     """
-    tokens, offsets = _items_at(tables.pointers, terminal_rank, numbers, longest)
+    tokens, offsets = _items_at(tables.pointers, tables.terminal_rank, numbers, longest)
     lengths = np.diff(offsets)
     if lengths.max(initial=0) > longest:
         raise ItemSetError(
             f"the index is corrupted, item {int(numbers[lengths.argmax()])} has more than {longest:,} tokens: {AGAIN}"
         )
     return Rows(tokens.astype(tables.labels.dtype), offsets)
-
-
-def rank_terminals(terminal: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """Count the terminal nodes before each word of the bitmap, and in all: [words + 1]."""
-    counts = np.unpackbits(terminal.view(np.uint8)).reshape(len(terminal), 32).sum(axis=1, dtype=np.uint32)
-    return np.concatenate((np.zeros(1, np.uint32), np.cumsum(counts, dtype=np.uint32)))
 
 
 def token_ids(trie: Trie) -> NDArray[np.int64]:

@@ -6,6 +6,7 @@ If an item stands alone after its edge, the rest of it is a *tail*: plain tokens
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -80,6 +81,12 @@ class Tables:
     def counted(self) -> bool:
         """Return whether `targets` are counted, not stored."""
         return self.targets.itemsize == 8
+
+    @cached_property
+    def terminal_rank(self) -> NDArray[np.uint32]:
+        """Count the terminal nodes before each word of the bitmap, and in all: [words + 1]."""
+        counts = np.unpackbits(self.terminal.view(np.uint8)).reshape(-1, 32).sum(axis=1, dtype=np.uint32)
+        return np.append(np.uint32(0), np.cumsum(counts, dtype=np.uint32))
 
     @property
     def sections(self) -> dict[str, NDArray[Any]]:

@@ -15,14 +15,11 @@ _FIRST, _EDGE, _END, _NODE, _TAIL = range(5)
 -2 before the first."""
 
 
-def merged(
-    trie: Trie, terminal_rank: NDArray[np.uint32], key_starts: NDArray[np.uint32] | None, stays: NDArray[np.bool_], new:
-    Rows | None,
-) -> Distinct:  # fmt: skip
+def merged(trie: Trie, key_starts: NDArray[np.uint32] | None, stays: NDArray[np.bool_], new: Rows | None) -> Distinct:
     """Return, as `sort_unique` does, the items with a key that stays and the new rows; `order` has the keys' places.
 
-    terminal_rank: of `numbering.rank_terminals`. key_starts, stays: [keys], of the set's keys; the places of the new
-    rows' keys come after these. Raises ValueError if the tables are not those of a trie: of a damaged file.
+    key_starts, stays: [keys], of the set's keys; the places of the new rows' keys come after these.
+    Raises ValueError if the tables are not those of a trie: of a damaged file.
     """
     order = NONE if new is None else sort_order(new)
     more = Rows(NONE, np.zeros(1, np.int64)) if new is None else new.take(order)
@@ -36,7 +33,8 @@ def merged(
     texts = tokens, more.tokens.astype(dtype), np.empty(trie.longest, dtype)
     cursor = np.zeros((5, len(levels)), np.int64)
     cursor[_NODE], cursor[_TAIL] = levels, -2
-    given = terminal_rank, levels, cursor, trie.longest, owned, stays, more.offsets, order + np.uint32(len(stays))
+    moved, rank = order + np.uint32(len(stays)), trie.tables.terminal_rank
+    given = rank, levels, cursor, trie.longest, owned, stays, more.offsets, moved
     at = *(array.ctypes.data for array in texts), tokens.itemsize, len(tokens)
     rows, keys = _merge(trie.tables.pointers, *given, *at, offsets, lcp, places, starts)
     if rows < 0:

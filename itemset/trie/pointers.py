@@ -87,6 +87,7 @@ def _store(bits: int) -> Any:
 
 
 _Load = Callable[[Any, Any], Any]
+load8: _Load = _load(8)
 load16: _Load = _load(16)
 load32: _Load = _load(32)
 load64: _Load = _load(64)

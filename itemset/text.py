@@ -41,13 +41,10 @@ _PROBES = [
 
 @dataclass(frozen=True)
 class TokenizerId:
-    """Which tokenizer an item set was encoded with.
+    """Which tokenizer an item set was encoded with."""
 
-    name: for people. fingerprint: equal if two tokenizers encode alike, see `fingerprint`.
-    """
-
-    name: str
-    fingerprint: str
+    name: str  # for people
+    fingerprint: str  # equal if two tokenizers encode alike, see `fingerprint`
 
 
 def encode(

@@ -50,20 +50,16 @@ def names_in(file: SourceFile, dialect: Dialect, wanted: Sequence[str] = ()) -> 
 
 @dataclass
 class Table:
-    """The columns that are read of one or more files of a table, and the types that they have over all of these.
-
-    types, key_type: of the attributes and of the keys. dialects: by file. kind: of the first items that are JSON
-    values. as_lists: whether texts are lists that are written as text.
-    """
+    """The columns that are read of one or more files of a table, and the types that they have over all of these."""
 
     column: str
     key: str | None
     attributes: Sequence[str]
-    types: dict[str, Any] = field(default_factory=dict)
+    types: dict[str, Any] = field(default_factory=dict)  # of the attributes
     key_type: Any = None
-    dialects: dict[str, Dialect] = field(default_factory=dict)
-    as_lists: bool | None = None
-    kind: Any = None
+    dialects: dict[str, Dialect] = field(default_factory=dict)  # by file
+    as_lists: bool | None = None  # whether texts are lists that are written as text
+    kind: Any = None  # of the first items that are JSON values
     keys_only: bool = False
 
     @staticmethod

@@ -28,20 +28,15 @@ WORDS = ("delimiter", "quotes", "header", "encoding")
 
 @dataclass(frozen=True)
 class Dialect:
-    """How a table is written; what is None is judged by the file.
-
-    quotes: "csv" if fields may stand in quotes, "text" if a quote is a character like others. header: whether the first
-    line has the columns' names. names: of the columns. skipped: lines before the table (`sep=;`). spaced: whether a
-    space after a delimiter is no part of a field, because one stands after each.
-    """
+    """How a table is written; what is None is judged by the file."""
 
     delimiter: str | None = None
-    quotes: Literal["csv", "text"] | None = None
-    header: bool | None = None
+    quotes: Literal["csv", "text"] | None = None  # fields may stand in quotes, or a quote is a character like others
+    header: bool | None = None  # whether the first line has the columns' names
     encoding: str | None = None
-    names: tuple[str, ...] = ()
-    skipped: int = 0
-    spaced: bool = False
+    names: tuple[str, ...] = ()  # of the columns
+    skipped: int = 0  # lines before the table (`sep=;`)
+    spaced: bool = False  # a space after a delimiter is no part of a field, because one stands after each
 
     @staticmethod
     def of(words: Mapping[str, str | None]) -> "Dialect":

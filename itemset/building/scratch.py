@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from itemset.building.items import Items
 from itemset.building.streams import format_of
 from itemset.errors import ItemSetError
-from itemset.storage import SourceFile, files_at
+from itemset.storage import PathLike, SourceFile, files_at
 from itemset.trie.attributes import Column, packed
 from itemset.trie.keys import values_to_sections
 from itemset.trie.rows import MAX_ITEM_TOKENS, Rows, as_rows
@@ -153,23 +153,19 @@ def can_read_twice(files: Sequence[SourceFile]) -> bool:
 
 @dataclass
 class Stored:
-    """All items of the source, checked, with keys and attributes: batch by batch in a file without a name.
-
-    again: reads the source once more instead, if that is as fast. files: its files, as they were at first.
-    columns: how the attributes are to be stored, known after the last batch.
-    """
+    """All items of the source, checked, with keys and attributes: batch by batch in a file without a name."""
 
     file: IO[bytes]
     vocab_size: int | None
-    path: str | os.PathLike[str]
-    files: list[SourceFile]
-    again: Callable[[], Generator[Items]] | None = None
+    path: PathLike
+    files: list[SourceFile]  # as they were at first
+    again: Callable[[], Generator[Items]] | None = None  # reads the source once more instead, if that is as fast
     key_type: Any = None
     items: int = 0
     highest: int = 0
     shortest: int = MAX_ITEM_TOKENS
     longest: int = 0
-    columns: Sequence[Column] = ()
+    columns: Sequence[Column] = ()  # how the attributes are to be stored, known after the last batch
 
     @property
     def width(self) -> int:

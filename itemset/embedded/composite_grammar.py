@@ -61,22 +61,18 @@ class _Matcher:
 
 @dataclass(slots=True, eq=False)
 class _Thread:
-    """One reading: outside of all holes, or in one, at a state of its items. Immutable but for `open`.
-
-    given: by group, what is left of its items. found: the items before the last, and the last; None without any.
-    depth: of its matcher, here. open: those that begin a hole here, which are found when they are asked for.
-    """
+    """One reading: outside of all holes, or in one, at a state of its items. Immutable but for `open`."""
 
     matcher: _Matcher
-    given: dict[int, Items]
-    found: tuple[Any, Found] | None
+    given: dict[int, Items]  # by group, what is left of its items
+    found: tuple[Any, Found] | None  # the items before the last, and the last; None without any
     hole: int = -1
     items: Any = None  # Items, in a hole
     begin: int = 0
     state: int = 0
     path: tuple[int, ...] = ()
-    depth: int = field(init=False)
-    open: "list[_Thread] | None" = field(default=None, init=False)
+    depth: int = field(init=False)  # of its matcher, here
+    open: "list[_Thread] | None" = field(default=None, init=False)  # those that begin a hole here, once looked for
 
     def __post_init__(self) -> None:
         self.depth = self.matcher.depth

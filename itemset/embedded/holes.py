@@ -31,17 +31,13 @@ _NAMES_TOKENS = re.compile(r"(?<!\w)(ExcludeToken|TokenTagDispatch|Token\(\s*(?:
 
 @dataclass(eq=False)
 class Bridges:
-    """Tokens that are the last token of an item and the text that closes it: `)",` is `)` and `",`.
+    """Tokens that are the last token of an item and the text that closes it: `)",` is `)` and `",`."""
 
-    by_last: of each token that may be the item's last, the bridges with the text after it.
-    by_token: of each bridge, its last tokens with the text after them. last: a bit for each key of `by_last`,
-        [ceil(vocabulary / 32)] uint32. alone: of a text after a last token, the token that it is, if there is one.
-    """
-
-    last: NDArray[np.uint32]
+    last: NDArray[np.uint32]  # [ceil(vocabulary / 32)], a bit for each key of `by_last`
+    # Of each token that may be an item's last, the bridges, and of each bridge these, with the text after the last.
     by_last: dict[int, list[tuple[int, bytes]]] = field(default_factory=dict)
     by_token: dict[int, list[tuple[int, bytes]]] = field(default_factory=dict)
-    alone: dict[bytes, int] = field(default_factory=dict)
+    alone: dict[bytes, int] = field(default_factory=dict)  # of such texts, the token that one is, if there is one
 
 
 class Vocabulary:
@@ -227,13 +223,9 @@ def warm_up() -> None:
 
 @dataclass(frozen=True)
 class Hole:
-    """One hole of a grammar.
-
-    bridges: over what follows it, None if that is not known. group: holes of one group give distinct items. begins: it
-    is the first of its group, in which all items may come anew.
-    """
+    """One hole of a grammar."""
 
     items: Items
-    bridges: Bridges | None = None
-    group: int | None = None
-    begins: bool = False
+    bridges: Bridges | None = None  # over what follows it, None if that is not known
+    group: int | None = None  # holes of one group give distinct items
+    begins: bool = False  # it is the first of its group, in which all items may come anew

@@ -118,20 +118,15 @@ def _too_deep() -> ItemSetError:
 
 @dataclass(frozen=True)
 class Place:
-    """One place of an item set.
+    """One place of an item set."""
 
-    path: for people, such as `$.properties.film`. named: the set's name, or the texts of an inline one. selection:
-    which of its items. group, begins: as of `holes.Hole`. closers: what may come right after it, as far as its place
-    says that. quoted: whether it is inside a JSON string; known once it is placed.
-    """
-
-    path: str
-    named: str | list[Any]
-    selection: Mapping[str, Any] = field(default_factory=dict)
-    group: int | None = None
+    path: str  # for people, such as `$.properties.film`
+    named: str | list[Any]  # the set's name, or the texts of an inline one
+    selection: Mapping[str, Any] = field(default_factory=dict)  # which of its items
+    group: int | None = None  # as of `holes.Hole`, and so is `begins`
     begins: bool = False
-    closers: str = ""
-    quoted: bool = False
+    closers: str = ""  # what may come right after it, as far as its place says that
+    quoted: bool = False  # whether it is inside a JSON string; known once it is placed
 
     @property
     def asks(self) -> tuple[str | tuple[str, ...], str, bool]:
@@ -142,17 +137,13 @@ class Place:
 
 @dataclass(frozen=True)
 class Marked:
-    """A grammar as xgrammar prints it, with marks in it.
+    """A grammar as xgrammar prints it, with marks in it."""
 
-    spec: what it was made of, with marks in place of the sets. mark: finds them, and their numbers. hole_of: of each
-    number that of its hole in `holes`.
-    """
-
-    spec: str
+    spec: str  # what it was made of, with marks in place of the sets
     grammar: str
-    mark: re.Pattern[str]
+    mark: re.Pattern[str]  # finds them, and their numbers
     holes: list[Place]
-    hole_of: Mapping[int, int]
+    hole_of: Mapping[int, int]  # of each number, that of its hole in `holes`
 
     def ebnf(self, first: int) -> str:
         """Return the grammar in which hole k is the token `first + k`."""

@@ -27,17 +27,15 @@ _PLACES = 256  # whose logits are computed in one product
 class LegalTokens:
     """The legal tokens of a batch of token ids [B, T]: those of one place after the other, with no room between them.
 
-    shape: (B, T). places: [R], which of the B * T places have a constraint, ascending. counts: [R], legal tokens of
-    each. depths: [R], tokens of the item before each. tokens: [N], the sum of the counts. chosen: [R], where in
-    `tokens` the batch's own token stands. All on the CPU, int64: a collator may make it in a process of its own.
+    All on the CPU, int64: a collator may make it in a process of its own.
     """
 
-    shape: tuple[int, int]
-    places: Tensor
-    counts: Tensor
-    depths: Tensor
-    tokens: Tensor
-    chosen: Tensor
+    shape: tuple[int, int]  # (B, T)
+    places: Tensor  # [R], which of the B * T places have a constraint, ascending
+    counts: Tensor  # [R], legal tokens of each
+    depths: Tensor  # [R], tokens of the item before each
+    tokens: Tensor  # [N], the sum of the counts
+    chosen: Tensor  # [R], where in `tokens` the batch's own token stands
 
     @cached_property
     def owners(self) -> Tensor:

@@ -20,20 +20,14 @@ Test = Callable[[NDArray[Any]], NDArray[np.bool_]]  # which of these places pass
 
 @dataclass(frozen=True)
 class Keys:
-    """The keys of all items, in the order of the item numbers; those of one item in the order of the input.
+    """The keys of all items, in the order of the item numbers; those of one item in the order of the input."""
 
-    values: [K] int64 or large_string.
-    starts: [items + 1] uint32, where each item's keys begin in `values`; None if each item has one. A search in it
-        (`np.searchsorted`) with numbers of another type would copy it.
-    base, test: of a view, whose keys they are, and which places pass. own_bytes: what the test keeps.
-    """
+    values: pa.Array  # [K] int64 or large_string
+    starts: NDArray[np.uint32] | None = None  # [items + 1], where each item's begin; None if each item has one
 
-    values: pa.Array
-    starts: NDArray[np.uint32] | None = None
-
-    base: "Keys | None" = None
-    test: Test | None = None
-    own_bytes: int = 0
+    base: "Keys | None" = None  # of a view: whose keys they are
+    test: Test | None = None  # which places pass
+    own_bytes: int = 0  # what the test keeps
 
     def first(self, numbers: NDArray[np.int64]) -> NDArray[np.int64] | list[str]:
         """Return the first key of each of these items."""
@@ -72,7 +66,7 @@ class Keys:
         """Return the item of the key at each place."""
         if self.starts is None:
             return places
-        return np.searchsorted(self.starts, places.astype(np.uint32), side="right") - 1
+        return np.searchsorted(self.starts, places.astype(np.uint32), side="right") - 1  # other types would copy it
 
     def places_of(self, given: KeyList) -> NDArray[np.int64]:
         """Return every place in `values` of these keys, ascending. A key that is not there has none.

@@ -37,11 +37,7 @@ def compiled(function: Callable[..., Any] | None = None, *, fastmath: Collection
 
 
 class Pointers(NamedTuple):
-    """Addresses and lengths of the arrays of `Tables`, which must live as long as compiled code reads there.
-
-    row_offsets .. dead: the arrays' addresses; `alive` is 0 if there is none. nodes, edges, dead_count: how many there
-    are. level_words, tail_words: the lengths of `tail_base` and of `tails`. label_bytes, target_bytes: of an element.
-    """
+    """Addresses and lengths of the arrays of `Tables`, which must live as long as compiled code reads there."""
 
     row_offsets: int
     terminal: int
@@ -50,16 +46,16 @@ class Pointers(NamedTuple):
     node_base: int
     tail_base: int
     tails: int
-    alive: int
+    alive: int  # 0 if there is none
     dead: int
     dead_count: int
     nodes: int
     edges: int
-    level_words: int
-    tail_words: int
+    level_words: int  # the length of `tail_base`
+    tail_words: int  # the length of `tails`
     token_bits: int
     far_block: int
-    label_bytes: int
+    label_bytes: int  # of an element
     target_bytes: int
 
 

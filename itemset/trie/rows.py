@@ -150,18 +150,13 @@ def _flatten(items: Iterable[Sequence[int]]) -> tuple[NDArray[Any], NDArray[np.i
 
 
 class Distinct(NamedTuple):
-    """The distinct ones of N rows, R of them, ascending.
-
-    order: [N] uint32, the positions of all N in the input, ascending by row, those of equal rows in the input's order;
-        None if the input was ascending and distinct already.
-    starts: [R + 1] uint32, where each distinct row's positions begin in `order`; None if no two rows are equal.
-    lcp: [R + 1] uint16, tokens that each row shares with the one before, 0 at both ends.
-    """
+    """The distinct ones of N rows, R of them, ascending."""
 
     rows: Rows
+    # [N], where each stands in the input, those of equal rows in its order; None if it was ascending and distinct.
     order: NDArray[np.uint32] | None
-    starts: NDArray[np.uint32] | None
-    lcp: NDArray[np.uint16]
+    starts: NDArray[np.uint32] | None  # [R + 1], where each row's begin in `order`; None if no two rows are equal
+    lcp: NDArray[np.uint16]  # [R + 1], tokens that each row shares with the one before, 0 at both ends
 
 
 def sort_unique(rows: Rows) -> Distinct:

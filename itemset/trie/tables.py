@@ -33,33 +33,26 @@ class Tables:
         targets       n  t        n       -  t        to the next node (n), into a tail (t), or the item ends (-)
         tails         1. 9.                           a marked token ends its tail
 
-    terminal: [ceil(nodes / 32)] uint32. tails: uint32 words; token p is the token_bits + 1 bits from bit
-    p * (token_bits + 1) on, the highest of them the mark; one word more, so that two words can always be read.
-    targets: counted, [ceil(edges / 64)] uint64, a bit that is set for t and -; stored, [edges] uint16 (uint32 if a tail
-        has over 1,056 tokens), all ones for -, else a distance from its block's base and, as the highest bit, t.
-    node_base: [ceil(edges / 32)] uint32, the next node at each block of 32 edges. The nth n leads to node n.
-    tail_base: stored, [ceil(edges / 32)] uint32, where the block's tails start, modulo 2^32; counted, [4 * levels], see
-        `targets.FIRST_EDGE`.
-    token_bits: bits that hold every token id of the set. far_block: the first block whose tails start at 2^32 or after
-        it, NO_BLOCK if none do.
-    alive: [ceil(edges / 32)] uint32, bit e: a walk may take edge e; empty if it may take all. dead: ascending uint32,
-        edges that no walk may take, and TERMINAL + n for each node n at which no item may end. A view has these, a file
-        neither.
-    pointers: where the arrays lie, for compiled code.
+    A view alone has `alive` and `dead`.
     """
 
     row_offsets: NDArray[np.uint32]
-    terminal: NDArray[np.uint32]
+    terminal: NDArray[np.uint32]  # [ceil(nodes / 32)]
     labels: NDArray[Any]
+    # Counted, [ceil(edges / 64)] uint64, a bit that is set for t and -; stored, [edges] uint16 (uint32 if a tail has
+    # over 1,056 tokens), all ones for -, else a distance from its block's base and, as the highest bit, t.
     targets: NDArray[Any]
-    node_base: NDArray[np.uint32]
+    node_base: NDArray[np.uint32]  # [ceil(edges / 32)], the next node at each block: the nth n leads to node n
+    # Stored, [ceil(edges / 32)], where a block's tails start, modulo 2^32; counted, [4 * levels], `targets.FIRST_EDGE`.
     tail_base: NDArray[np.uint32]
+    # Token p is the token_bits + 1 bits from bit p * (token_bits + 1) on, the highest of them the mark. There is one
+    # word more, so that two words can always be read.
     tails: NDArray[np.uint32]
-    alive: NDArray[np.uint32]
-    dead: NDArray[np.uint32]
-    token_bits: int
-    far_block: int
-    pointers: Pointers = field(init=False, repr=False)
+    alive: NDArray[np.uint32]  # [ceil(edges / 32)], bit e: a walk may take edge e; empty if it may take all
+    dead: NDArray[np.uint32]  # ascending: edges that none may take, TERMINAL + n for a node n at which no item may end
+    token_bits: int  # that hold every token id of the set
+    far_block: int  # the first block whose tails start at 2^32 or after it, NO_BLOCK if none do
+    pointers: Pointers = field(init=False, repr=False)  # where the arrays lie, for compiled code
 
     def __post_init__(self) -> None:
         arrays = [getattr(self, name) for name in (*SECTIONS, "alive", "dead")]
@@ -102,19 +95,15 @@ NONE.flags.writeable = False
 
 @dataclass(frozen=True)
 class Trie:
-    """The tables, and the counts that go with them.
-
-    level_nodes, level_edges: nodes and edges of each level, root first.
-    tail_tokens: tokens in all tails.
-    """
+    """The tables, and the counts that go with them."""
 
     tables: Tables
     items: int
     shortest: int
     longest: int
-    level_nodes: tuple[int, ...]
+    level_nodes: tuple[int, ...]  # of each level, root first
     level_edges: tuple[int, ...]
-    tail_tokens: int
+    tail_tokens: int  # in all tails
 
     @property
     def nbytes(self) -> int:

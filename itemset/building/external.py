@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 import pyarrow as pa
@@ -32,7 +32,7 @@ from itemset.storage import PathLike, files_at
 from itemset.text import Escape, Lossy, identify
 from itemset.trie.attributes import Survey, Writer
 from itemset.trie.keys import Keys, are_row_numbers, in_item_order
-from itemset.trie.rows import Rows, joined, sort_unique, token_dtype
+from itemset.trie.rows import Distinct, Rows, joined, sort_unique, token_dtype
 from itemset.trie.tables import build_trie
 
 MIN_MEMORY = 1 << 28  # bytes that the sort gets at least
@@ -109,18 +109,23 @@ def _as_before(before: ItemSet, path: object, how: dict[str, Any]) -> dict[str, 
 
 
 def _built(stored: Stored, encoding: Encoding, memory: int, folder: Path, progress: Progress) -> ItemSet:
-    merged = _sorted(stored, memory, folder, progress)
+    distinct, values = _sorted(stored, memory, folder, progress)
     stored.check_unchanged()
     progress("building", 0.0)
-    trie, members = build_trie(merged.rows, merged.lcp, Zeros(folder, memory))
-    merged = merged._replace(rows=None, lcp=None)  # their files are as large as the index
-    keys, section = _gather(stored, merged, members, folder, progress)
+    trie, members = build_trie(distinct.rows, distinct.lcp, Zeros(folder, memory))
+    starts = distinct.starts
+    del distinct  # the files of its rows are as large as the index
+    keys, section = _gather(stored, values, starts, members, folder, progress)
     made_with = None if encoding.tokenizer is None else identify(encoding.tokenizer)
     origin = Origin(stored.vocab_size, made_with, encoding.prefix, encoding.escape)
     return ItemSet(trie, keys, origin, duplicates=stored.items - trie.items, attributes=section)
 
 
-def _interruptible(work: Callable[[], "_Merged"], connection: Any) -> "_Merged":
+_Sorted = tuple[Distinct, list[pa.Array]]
+"""The distinct rows, without their order, and the values of all rows, both in files."""
+
+
+def _interruptible(work: Callable[[], _Sorted], connection: Any) -> _Sorted:
     """Return the result of `work`, done in a thread of its own.
 
     Ctrl-C reaches only the main thread. DuckDB, and code that DuckDB calls, would take it for a failure of their own.
@@ -164,19 +169,7 @@ def _store(
     return stored
 
 
-class _Merged(NamedTuple):
-    """The distinct rows, ascending, and their lcp, as `rows.sort_unique` returns them; both None once they are built.
-
-    values, starts: of all rows, and where those of each distinct row begin, None if no two are equal. All in files.
-    """
-
-    rows: Any
-    lcp: Any
-    values: list[pa.Array]
-    starts: NDArray[np.uint32] | None
-
-
-def _sorted(stored: Stored, memory: int, folder: Path, progress: Progress) -> _Merged:
+def _sorted(stored: Stored, memory: int, folder: Path, progress: Progress) -> _Sorted:
     import duckdb  # which other commands need not wait for
 
     config = {"memory_limit": f"{max(memory - _OVERHEAD, MIN_MEMORY) >> 20}MiB", "temp_directory": str(folder)}
@@ -214,7 +207,7 @@ def _sort(stored: Stored, connection: Any, progress: Progress) -> Iterator[Batch
             progress("merging", done / stored.items)
 
 
-def _merge(stored: Stored, batches: Iterator[Batch], folder: Path) -> _Merged:
+def _merge(stored: Stored, batches: Iterator[Batch], folder: Path) -> _Sorted:
     tokens, lcps = Spool(folder, token_dtype(stored.highest)), Spool(folder, np.uint16)
     offsets = None if stored.width else Spool(folder, np.int64)
     values = [ArraySpool(folder, kind, missing=i > 0) for i, kind in enumerate(stored.types)]
@@ -239,27 +232,25 @@ def _merge(stored: Stored, batches: Iterator[Batch], folder: Path) -> _Merged:
         items, keys_so_far = items + len(rows) - known, keys_so_far + len(ordered)
     lcps.append(np.zeros(1, np.uint16))
     starts.append(np.array([keys_so_far]))
-    if offsets is None:
-        distinct = Rows(tokens.map(), width=stored.width)
-    else:
+    if offsets is not None:
         offsets.append(np.array([tokens_so_far]))
-        distinct = Rows(tokens.map(), offsets.map())
-    return _Merged(
-        distinct, lcps.map(), [spool.map() for spool in values], None if items == keys_so_far else starts.map()
-    )
+    rows = Rows(tokens.map(), None if offsets is None else offsets.map(), width=stored.width)
+    distinct = Distinct(rows, None, None if items == keys_so_far else starts.map(), lcps.map())
+    return distinct, [spool.map() for spool in values]
 
 
 def _gather(
-    stored: Stored, merged: _Merged, members: NDArray[np.uint32], folder: Path, progress: Progress
-) -> tuple[Keys, NDArray[np.uint8] | None]:
+    stored: Stored, of_rows: list[pa.Array], row_starts: NDArray[np.uint32] | None, members: NDArray[np.uint32],
+    folder: Path, progress: Progress,
+) -> tuple[Keys, NDArray[np.uint8] | None]:  # fmt: skip
     """Return the keys of these rows and the section of their attributes, in files; both are read in order."""
     kind = stored.key_type or pa.int64()
     keys, starts, total = ArraySpool(folder, kind), Spool(folder, np.uint32), 0
     stream = nameless_file(folder)
     writer = Writer(pa.PythonFile(stream, "w"), stored.columns) if stored.columns else None
     for start in range(0, len(members), _BATCH_KEYS):
-        places, begins = in_item_order(members[start : start + _BATCH_KEYS], merged.starts)
-        values = [array.take(pa.array(places)) for array in merged.values]
+        places, begins = in_item_order(members[start : start + _BATCH_KEYS], row_starts)
+        values = [array.take(pa.array(places)) for array in of_rows]
         keys.append(values[0].cast(kind))
         if writer is not None:
             writer.append(pa.table(values[1:], [column.name for column in stored.columns]))
@@ -267,7 +258,7 @@ def _gather(
             starts.append(begins[:-1] + np.uint32(total))
             total += len(places)
         progress("building", 0.5 + 0.5 * start / len(members))
-    if merged.starts is not None:
+    if row_starts is not None:
         starts.append(np.array([total]))
     section = None
     with stream:
@@ -275,7 +266,7 @@ def _gather(
             writer.close()
             stream.flush()
             section = np.asarray(np.memmap(stream, np.uint8, "r"))
-    return Keys(keys.map(), None if merged.starts is None else starts.map()), section
+    return Keys(keys.map(), None if row_starts is None else starts.map()), section
 
 
 def available_memory(system: Path = Path("/")) -> int:

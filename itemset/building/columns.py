@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 
 from itemset.building.dialects import SUFFIXES as DELIMITED
 from itemset.building.dialects import Dialect, dialect_of, is_table
-from itemset.building.items import Items, rows_of
+from itemset.building.items import Items
 from itemset.building.judged import ALL, DATES, KEYS, Judged, attribute_kind, converted, value_kind
 from itemset.building.readers import Batch, columns_of, read_delimited, read_json, read_npz, read_parquet
 from itemset.building.streams import encoding_of, format_of, guarded
@@ -229,4 +229,5 @@ def _tokens(file: SourceFile, name: str, column: Any, before: int, faults: Fault
             row = before + int(np.searchsorted(np.cumsum(lengths), i, side="right")) + 1
             faults.add(f"{file}, row {row}: a list in column {name!r} holds a missing value, give every token id")
         return None
-    return rows_of(flat.to_numpy(), lengths)
+    width = int(lengths[0]) if (lengths == lengths[0]).all() else 0
+    return Rows(flat.to_numpy(), None if width else np.append(0, np.cumsum(lengths)), width=width)

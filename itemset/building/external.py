@@ -215,7 +215,7 @@ def _merge(stored: Stored, batches: Iterator[Batch], folder: Path) -> _Sorted:
     items = keys_so_far = tokens_so_far = 0
     last: Rows | None = None  # the last row so far: the next batch goes on from it
     for ordered, columns in batches:
-        both, known = (ordered, 0) if last is None else (joined(last, ordered), 1)
+        both, known = (ordered, 0) if last is None else (joined([last, ordered]), 1)
         rows, _, begins_of_keys, lcp = sort_unique(both)
         if begins_of_keys is None:
             begins_of_keys = np.arange(len(rows) + 1, dtype=np.uint32)

@@ -4,13 +4,11 @@ import os
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from itemset.errors import Faults, ItemSetError
 from itemset.text import Escape, Lossy, encode, encode_pieces
-from itemset.trie.rows import Rows, as_rows
+from itemset.trie.rows import Rows, as_rows, joined
 
 
 @dataclass(frozen=True)
@@ -90,13 +88,4 @@ def joined_items(parts: list[Items]) -> Items:
     if parts[0].texts is not None:
         texts: Any = [text for part in parts for text in part.texts or ()]
         return Items(texts, None, keys, attributes)
-    rows = [part.tokens for part in parts if part.tokens is not None]
-    lengths = np.concatenate([np.diff(one.offsets) for one in rows])
-    return Items(None, rows_of(np.concatenate([one.tokens for one in rows]), lengths), keys, attributes)
-
-
-def rows_of(tokens: NDArray[Any], lengths: NDArray[np.int64]) -> Rows:
-    """Return N items of these lengths, whose tokens stand one after another."""
-    if lengths[0] and (lengths == lengths[0]).all():
-        return Rows(tokens, width=int(lengths[0]))
-    return Rows(tokens, np.append(0, np.cumsum(lengths)))
+    return Items(None, joined([part.tokens for part in parts if part.tokens is not None]), keys, attributes)

@@ -65,11 +65,11 @@ class Rows:
         return Rows(tokens, taken)
 
 
-def joined(first: Rows, second: Rows) -> Rows:
-    tokens, width = np.concatenate((first.tokens, second.tokens)), first.layout[1]
-    if width and width == second.layout[1]:
+def joined(parts: Sequence[Rows]) -> Rows:
+    tokens, widths = np.concatenate([part.tokens for part in parts]), {part.layout[1] for part in parts}
+    if len(widths) == 1 and (width := widths.pop()):
         return Rows(tokens, width=width)
-    return Rows(tokens, np.concatenate((first.offsets, first.offsets[-1] + second.offsets[1:])))
+    return Rows(tokens, np.append(0, np.cumsum(np.concatenate([np.diff(part.offsets) for part in parts]))))
 
 
 def as_rows(

@@ -52,64 +52,59 @@ def names_in(file: SourceFile, dialect: Dialect, wanted: Sequence[str] = ()) -> 
 class Table:
     """The columns that are read of one or more files of a table, and the types that they have over all of these."""
 
-    column: str
+    column: Any  # its name; if none is given, `judge` takes the only one that is free
     key: str | None
     attributes: Sequence[str]
+    keys_only: bool
     types: dict[str, Any] = field(default_factory=dict)  # of the attributes
     key_type: Any = None
     dialects: dict[str, Dialect] = field(default_factory=dict)  # by file
     as_lists: bool | None = None  # whether texts are lists that are written as text
     kind: Any = None  # of the first items that are JSON values
-    keys_only: bool = False
 
-    @staticmethod
-    def judged(
-        path: object, files: Sequence[SourceFile], column: str | None, key: str | None, attributes: Sequence[str],
-        dialect: Dialect, keys_only: bool,
-    ) -> "Table":  # fmt: skip
-        """Choose the columns, and read the files once for the types of what is text or JSON.
+    @property
+    def names(self) -> list[str]:
+        return list(dict.fromkeys(name for name in (self.column, self.key, *self.attributes) if name is not None))
+
+    def judge(self, path: object, files: Sequence[SourceFile], given: Dialect) -> None:
+        """Choose the column, and read the files once for the types of what is text or JSON.
 
         Raises ItemSetError: a column that is not there or not named, types that do not go together, all bad rows.
         """
-        wanted = [name for name in (column, key, *attributes) if name is not None]
-        faults, there, dialects = Faults(), dict[str, dict[str, Any]](), dict[str, Dialect]()
+        faults, there, wanted = Faults(), dict[str, dict[str, Any]](), self.names
         for file in files:
             with guarded(file):
-                names, dialects[file.name] = names_in(file, dialect, wanted)
-                there[file.name] = columns_of(file, dialects[file.name])
+                names, dialect = names_in(file, given, wanted)
+                self.dialects[file.name], there[file.name] = dialect, columns_of(file, dialect)
                 free = list(dict.fromkeys(name for one in there.values() for name in one))
-                if not dialects[file.name].names and format_of(file) not in (".parquet", ".npz"):
-                    free = list(dict.fromkeys([*free, *attributes]))  # which every row may lack
-                for name in (column, key):
+                if not dialect.names and format_of(file) not in (".parquet", ".npz"):
+                    free = list(dict.fromkeys([*free, *self.attributes]))  # which every row may lack
+                for name in (self.column, self.key):
                     _check_column(file, name, names)
-                column = column or _only_column(file, names, key, attributes)
-        for name in attributes:
+                self.column = self.column or _only_column(file, names, self.key, self.attributes)
+        for name in self.attributes:
             _check_column(files[0], name, free)
-        table = Table(str(column), key, attributes, dialects=dialects, keys_only=keys_only)
-        kind = format_of(files[0])
-        text = bool(dialects[files[0].name].names)
-        judges = [Judged(name, ALL if text else DATES, attribute_kind) for name in attributes]
-        key_judges = [] if key is None else [Judged(key, KEYS if text else (), value_kind)]
+        text = bool(self.dialects[files[0].name].names)
+        judges = [Judged(name, ALL if text else DATES, attribute_kind) for name in self.attributes]
+        key_judges = [] if self.key is None else [Judged(self.key, KEYS if text else (), value_kind)]
         for file in files:
             with guarded(file):
-                if kind == ".parquet":
+                if format_of(file) == ".parquet":
                     for judge in (*judges, *key_judges):
                         if judge.name in there[file.name]:
                             judge.declare(there[file.name][judge.name], file)
                     continue
-                for values, _ in table.read(file, faults):
+                for values, _ in self.read(file, faults):
                     for judge in (*judges, *key_judges):
                         judge.add(values[judge.name], file)
         faults.check()
-        table.types = {judge.name: judge.attribute_type(path) for judge in judges}
-        table.key_type = key_judges[0].key_type(path) if key_judges else None
-        return table
+        self.types = {judge.name: judge.attribute_type(path) for judge in judges}
+        self.key_type = key_judges[0].key_type(path) if key_judges else None
 
     def read(self, file: SourceFile, faults: Faults) -> Iterator[Batch]:
         """Read the columns as the file has them."""
-        names = list(dict.fromkeys(name for name in (self.column, self.key, *self.attributes) if name is not None))
         dialect = self.dialects[file.name]
-        return (read_delimited if dialect.names else READERS[format_of(file)])(file, dialect, names, faults)
+        return (read_delimited if dialect.names else READERS[format_of(file)])(file, dialect, self.names, faults)
 
     def items(self, file: SourceFile, faults: Faults) -> Iterator[Items]:
         """Turn a file's columns into items, keys and attributes."""

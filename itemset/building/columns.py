@@ -34,10 +34,7 @@ def is_tabular(file: SourceFile, dialect: Dialect) -> bool:
 
 
 def names_in(file: SourceFile, dialect: Dialect, wanted: Sequence[str] = ()) -> tuple[list[str], Dialect]:
-    """Return the names of a file's columns, none if it has items alone, and how it is written.
-
-    Raises ItemSetError as `read` does.
-    """
+    """Return the names of a file's columns, none if it has items alone, and its dialect. Raises as `read` does."""
     with guarded(file):
         if is_table(file, dialect):
             dialect = dialect_of(file, dialect, wanted)

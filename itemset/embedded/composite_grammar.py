@@ -225,8 +225,7 @@ class Composite:
         return _Thread(matcher, given, (thread.found, Found(thread.hole, path, thread.begin, end)))
 
     def _open(self, thread: _Thread) -> list[_Thread]:
-        """Return the beginnings of holes that may stand here: those whose id the matcher takes, unless it takes any
-        id."""
+        """Return the beginnings of holes that may stand here: whose id the matcher takes, unless it takes any id."""
         if thread.open is None:
             first, matcher = self._vocabulary.first, thread.matcher
             taken = [(number, hole) for number, hole in enumerate(self._holes) if matcher.takes(first + number)]

@@ -123,10 +123,7 @@ _REMEMBERED = 1 << 12  # states of a set whose bridges are kept
 
 
 class Closing:
-    """The bridges that a state may leave its hole by, if the grammar takes what is more of them.
-
-    others: those of which what is more is no token of its own.
-    """
+    """The bridges that a state may leave its hole by, if the grammar takes what is more of them."""
 
     __slots__ = ("_each", "_lasts", "_rests", "_tokens", "others")
 
@@ -135,17 +132,14 @@ class Closing:
         self._each = list(bridges)
         known = [(last, token, alone[rest]) for last, token, rest in self._each if rest in alone]
         self._lasts, self._tokens, self._rests = np.array(known, np.int64).reshape(-1, 3).T.copy()
-        self.others = [one for one in self._each if one[2] not in alone]
+        self.others = [one for one in self._each if one[2] not in alone]  # what is more is no token of its own
 
     def without(self, lasts: set[int], alone: dict[bytes, int]) -> "Closing":
         """Return those with other last tokens."""
         return Closing((one for one in self._each if one[0] not in lasts), alone)
 
     def let_in(self, after: NDArray[np.int32], inside: NDArray[np.int32], row: NDArray[np.int32]) -> None:
-        """Set the bits of those bridges in `row` whose rest may come `after` the hole, and their last token `inside`.
-
-        Each is a bitmask, [ceil(vocabulary / 32)].
-        """
+        """Set in `row` the bridges whose rest may come `after` the hole, and their last token `inside`: bitmasks."""
         _let_in(self._lasts, self._tokens, self._rests, after, inside, row)
 
 
@@ -178,10 +172,7 @@ class Items(Walk):
         return left
 
     def closing(self, state: int, bridges: Bridges) -> Closing | None:
-        """Return the bridges over an item's end that may begin in this state, None if there are none.
-
-        That their last token may follow is for the state's mask to say.
-        """
+        """Return the bridges over an item's end in this state, None if there are none. Its mask limits them further."""
         if (of_all := (self._all or self)._closing_of_all(state, bridges)) is None:
             return None
         closing, longer = of_all

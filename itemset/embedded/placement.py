@@ -76,8 +76,7 @@ class Survey:
         return holding
 
     def holds(self, node: Any, what: int) -> bool:
-        """Return whether sets or references stand anywhere in a part of the constraint. what: SETS, REFERRING or
-        ANY."""
+        """Return whether sets or references stand anywhere in a part. what: SETS, REFERRING or ANY."""
         return bool(self._holding.get(id(node), 0) & what)
 
 

@@ -15,10 +15,7 @@ from itemset.trie.walk import END, TAIL, advance, find_edge, follow, is_terminal
 
 
 def numbers_of(tables: Tables, whole: Tables, rows: Rows) -> NDArray[np.int64]:
-    """Return the item number of each row [N], -1 if it is no item of the set or view.
-
-    tables: of the set or the view. whole: of the whole set, which the numbers are of.
-    """
+    """Return each row's item number in the whole set, [N], -1 if it is no item of the set or view of `tables`."""
     out = np.empty(len(rows), np.int64)
     _numbers_of(tables.pointers, whole.pointers, whole.terminal_rank, *rows.cells[:2], rows.offsets, out)
     return out

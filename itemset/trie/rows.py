@@ -217,10 +217,7 @@ def sort_order(rows: Rows) -> NDArray[np.uint32]:
 
 
 def _tied(same: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the elements that have an equal neighbour, and which run of equals each is in, by a number of its own.
-
-    same: `same[i]`: element i + 1 equals element i.
-    """
+    """Return the elements that have an equal neighbour, and the number of each one's run. same[i]: i + 1 equals i."""
     tied = np.flatnonzero(np.append(same, False) | np.append(False, same))
     return tied, np.append(0, np.cumsum(~same))[tied]
 

@@ -212,10 +212,7 @@ def count(offsets, row_width, lcp, per_level):  # type: ignore[no-untyped-def]
 
 @compiled
 def fill(tokens, size, offsets, row_width, lcp, cursor, tables, members):  # type: ignore[no-untyped-def]
-    """Fill the tables, zeros before, in one pass over the items, with one write position for each level.
-
-    `targets` holds afterwards what `set_bases` takes.
-    """
+    """Fill the tables, zeros before, with one write position for each level; `targets` for `set_bases` to finish."""
     width = tables.token_bits + 1
     last_bit = np.int64(1) << tables.token_bits
     store32(tables.row_offsets, 0, 0)

@@ -15,10 +15,7 @@ from itemset.trie.walk import first_dead, follow, is_alive, is_terminal
 
 
 def bits_of(tables: Tables, lives: NDArray[np.bool_]) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
-    """Return `Tables.alive` and `Tables.terminal` of a view.
-
-    tables: of the whole set. lives: [items], which items the view has, by their numbers. One pass over the edges.
-    """
+    """Return `Tables.alive` and `.terminal` of a view, in one pass over the edges. lives: [items], which it has."""
     alive = np.zeros(-(-len(tables.labels) // 32), np.uint32)
     terminal = np.zeros(len(tables.terminal), np.uint32)
     node_lives = np.empty(tables.pointers.nodes, np.uint8)

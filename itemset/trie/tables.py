@@ -123,14 +123,15 @@ def build_trie(rows: Rows, lcp: NDArray[np.uint16], room: Room = np.zeros) -> tu
     per_level[NODES, 0] = 1
     token_bits = max(1, int(rows.tokens.max()).bit_length())
     length = longest if shortest == longest else 0
-    target_type = targets.type_of_targets(length, levels_of(per_level), longest_tail)
+    levels = int(np.count_nonzero(per_level[EDGES]))
+    target_type = targets.type_of_targets(length, levels, longest_tail)
     tables, starts = allocate(per_level, token_bits, target_type, length, room)
     members = room(len(rows), np.uint32)
     fill(*rows.cells, lcp, starts, tables.pointers, members)
     set_bases(tables.pointers)
     for array in tables.sections.values():
         array.flags.writeable = False
-    nodes, edges = (tuple(per_level[count, : levels_of(per_level)].tolist()) for count in (NODES, EDGES))
+    nodes, edges = (tuple(per_level[count, :levels].tolist()) for count in (NODES, EDGES))
     tail_tokens = int(per_level[TAIL_TOKENS].sum())
     tables = replace(tables, far_block=targets.far_block_of(tables.targets, tables.tail_base, tail_tokens))
     return Trie(tables, len(rows), shortest, longest, nodes, edges, tail_tokens), members
@@ -139,11 +140,6 @@ def build_trie(rows: Rows, lcp: NDArray[np.uint16], room: Room = np.zeros) -> tu
 NODES, EDGES, LEAVES, TAIL_TOKENS, TERMINALS = range(5)
 COUNTS = 5
 """What is counted of each level: [COUNTS, levels + 2 or more]."""
-
-
-def levels_of(per_level: NDArray[np.int64]) -> int:
-    """Return how many levels have edges, of what `count` has counted."""
-    return int(np.count_nonzero(per_level[EDGES]))
 
 
 def shapes(
@@ -176,7 +172,8 @@ def allocate(
     for name, total, limit in each:
         if total > limit:
             raise ItemSetError(f"the set needs {total:,} {name}, the limit is {limit:,}: split the set")
-    sections = shapes(nodes, edges, levels_of(per_level), tail_tokens, token_bits, target_type)
+    levels = int(np.count_nonzero(per_level[EDGES]))
+    sections = shapes(nodes, edges, levels, tail_tokens, token_bits, target_type)
     arrays = {name: room(*shape) for name, shape in sections.items()}
     tables = Tables(**arrays, alive=NONE, dead=NONE, token_bits=token_bits, far_block=NO_BLOCK)
     starts = np.cumsum(per_level, axis=1) - per_level

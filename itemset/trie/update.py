@@ -33,7 +33,7 @@ def merged(trie: Trie, key_starts: NDArray[np.uint32] | None, stays: NDArray[np.
     texts = tokens, more.tokens.astype(dtype), np.empty(trie.longest, dtype)
     cursor = np.zeros((5, len(levels)), np.int64)
     cursor[_NODE], cursor[_TAIL] = levels, -2
-    moved, rank = order + np.uint32(len(stays)), trie.tables.terminal_rank
+    moved, rank = order + np.uint32(len(stays)), trie.tables.terminal_rank.ctypes.data
     given = rank, levels, cursor, trie.longest, owned, stays, more.offsets, moved
     at = *(array.ctypes.data for array in texts), tokens.itemsize, len(tokens)
     rows, keys = _merge(trie.tables.pointers, *given, *at, offsets, lcp, places, starts)
@@ -64,8 +64,8 @@ def _merge(  # type: ignore[no-untyped-def]
 
     The items come in their order, with one cursor a level: the next of its nodes, and of the edges of the last one.
     levels: the first node of each, and their end. cursor: [5, levels + 1]. owned: `key_starts`, empty if each item has
-    one key. tokens, new_tokens, path: addresses of arrays of `size` bytes a token, `room` of them in `tokens`; path has
-    those of an item.
+    one key. terminal_rank, tokens, new_tokens, path: addresses, but for the first of arrays of `size` bytes a token,
+    `room` of them in `tokens`; path has those of an item.
     """
     cursor[_END, 0], cursor[_NODE, 0], last_level = first_edge(tables, 1), 1, cursor.shape[1] - 2
     length, number = -1, 0  # of the item

@@ -30,7 +30,7 @@ def dead_of(tables: Tables, whole: Tables, numbers: NDArray[np.int64]) -> NDArra
     holds all edges of the root. It takes a time in proportion to the numbers.
     """
     ends = np.empty(len(numbers), np.int64)
-    _place_ends(tables.pointers, whole.pointers, whole.terminal_rank, numbers, ends)
+    _place_ends(tables.pointers, whole.pointers, whole.terminal_rank.ctypes.data, numbers, ends)
     ends.sort()
     found = np.empty(len(ends), np.uint32)
     return np.union1d(tables.dead, found[: _climb(tables.pointers, ends[::-1].copy(), found)])

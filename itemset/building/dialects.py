@@ -22,8 +22,7 @@ _INSIDE = "\x1f"  # stands for a delimiter of two characters: Python's csv has o
 _QUOTED = re.compile(r'"(?:[^"]|"")*"')
 csv.field_size_limit(1 << 24)
 
-WORDS = ("delimiter", "quotes", "header", "encoding")
-"""Of options that say how a table is written."""
+WORDS = ("delimiter", "quotes", "header", "encoding")  # of options that say how a table is written
 
 
 @dataclass(frozen=True)
@@ -79,8 +78,7 @@ class Dialect:
                 yield f"{what} ({error}): {inside} (--quotes text, in a source ?quotes=text)"
 
 
-JUDGED = Dialect()
-"""Of which nothing is given: all is judged."""
+JUDGED = Dialect()  # of which nothing is given: all is judged
 
 
 def is_table(source: SourceFile, given: Dialect = JUDGED) -> bool:

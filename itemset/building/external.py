@@ -121,8 +121,7 @@ def _built(stored: Stored, encoding: Encoding, memory: int, folder: Path, progre
     return ItemSet(trie, keys, origin, duplicates=stored.items - trie.items, attributes=section)
 
 
-_Sorted = tuple[Distinct, list[pa.Array]]
-"""The distinct rows, without their order, and the values of all rows, both in files."""
+_Sorted = tuple[Distinct, list[pa.Array]]  # the distinct rows, without their order, and the values of all; in files
 
 
 def _interruptible(work: Callable[[], _Sorted], connection: Any) -> _Sorted:

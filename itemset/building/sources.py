@@ -170,5 +170,4 @@ def _map_npy(file: SourceFile) -> NDArray[Any]:
 
 
 _PLAIN: dict[str, Callable[[SourceFile, Dialect, Faults], Iterator[Items]]] = {".txt": _read_txt, ".npy": _read_npy}
-SUFFIXES = (*_PLAIN, *READERS)
-"""Of the files that are read."""
+SUFFIXES = (*_PLAIN, *READERS)  # of the files that are read

@@ -85,16 +85,12 @@ class Composite:
     """One request's place in a grammar with holes."""
 
     def __init__(
-        self,
-        vocabulary: Vocabulary,
-        compiled: xgrammar.CompiledGrammar,
-        holes: Sequence[Hole],
+        self, vocabulary: Vocabulary, compiled: xgrammar.CompiledGrammar, holes: Sequence[Hole],
         stop_token_ids: Iterable[int] = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         """stop_token_ids: the request's; by default those of the tokenizer."""
         self._vocabulary, self._holes = vocabulary, holes
-        stops = sorted(stop_token_ids) or None
-        matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=stops)
+        matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=sorted(stop_token_ids) or None)
         self._stops = frozenset(matcher.stop_token_ids)
         self._history = [[_Thread(_Matcher(matcher), {}, None)]]
         self._read = [0]  # bytes of the text so far, after each token

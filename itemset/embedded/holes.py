@@ -23,8 +23,7 @@ from itemset.trie.walk import DEAD, END
 
 Made = TypeVar("Made")
 
-HOLES = 31
-"""Holes of one grammar. One id more is the decoy, which no grammar names."""
+HOLES = 31  # of one grammar; one id more is the decoy, which no grammar names
 
 _NAMES_TOKENS = re.compile(r"(?<!\w)(ExcludeToken|TokenTagDispatch|Token\(\s*(?:\d+\s*,\s*)*\d+)")
 

@@ -32,8 +32,7 @@ _UNREAD = (
 # What is not closed goes on to its line's end: to look for that from each of many brackets would take the square.
 _EBNF = re.compile(r'"(?:[^"\\\n]|\\.)*"?|\[(?:[^\]\\\n]|\\.)*\]?|#[^\n]*|//[^\n]*|(?<![\w.-])ItemSet\s*\(\s*')
 _SLATE = 'such as {"item_set": "films", "n": 5, "separator": "\\n"}'
-GRAMMAR = 1 << 18
-"""Characters of the grammar that xgrammar makes of it, with marks in place of the sets."""
+GRAMMAR = 1 << 18  # characters of the grammar that xgrammar makes of it, with marks in place of the sets
 
 
 def mentions(spec: Any) -> bool:

@@ -138,8 +138,7 @@ def build_trie(rows: Rows, lcp: NDArray[np.uint16], room: Room = np.zeros) -> tu
 
 
 NODES, EDGES, LEAVES, TAIL_TOKENS, TERMINALS = range(5)
-COUNTS = 5
-"""What is counted of each level: [COUNTS, levels + 2 or more]."""
+COUNTS = 5  # what is counted of each level: [COUNTS, levels + 2 or more]
 
 
 def shapes(

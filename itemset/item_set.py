@@ -243,8 +243,6 @@ class ItemSet:
 
     def _numbers_of(self, rows: Rows) -> NDArray[np.int64]:
         """Return the item number of each row, -1 if it is no item."""
-        if not len(rows):
-            return np.zeros(0, np.int64)
         whole = self.whole
         numbers = numbering.numbers_of(self.trie.tables, whole.trie.tables, rows)
         numbers[numbers >= len(whole)] = -1  # of a damaged file

@@ -172,13 +172,6 @@ def set_bit(address, place):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def bits_from(address, at, count):  # type: ignore[no-untyped-def]
-    """Return `count` bits, 32 at most, from bit `at` of 32-bit words on, of which there is one after the last bit's."""
-    pair = np.uint64(load32(address, at >> 5)) | np.uint64(load32(address, (at >> 5) + 1)) << np.uint64(32)
-    return np.int64((pair >> np.uint64(at & 31)) & ((np.uint64(1) << np.uint64(count)) - np.uint64(1)))
-
-
-@compiled
 def or32(address, index, bits):  # type: ignore[no-untyped-def]
     """Set those of a word of 32 bits that are set in the lowest ones of `bits`."""
     store32(address, index, load32(address, index) | bits)

@@ -155,7 +155,7 @@ class Table:
 
     def _listed(self, file: SourceFile, texts: list[str], before: int, faults: Faults) -> Any:
         """Return texts as they are, or as the lists that all of them are written as."""
-        lists = [as_list(text) if text[0] in "[( " else None for text in texts]
+        lists = [as_list(text) if text[:1] in ("[", "(", " ") else None for text in texts]
         if self.as_lists is None and 2 * lists.count(None) >= len(lists):
             return texts
         self.as_lists = True

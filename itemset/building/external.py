@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from itemset.building import sources
 from itemset.building.dialects import Dialect
-from itemset.building.item_codecs import codec_of
 from itemset.building.items import Encoding, Items
 
 from itemset.building.scratch import (  # isort: skip
@@ -32,13 +31,15 @@ from itemset.storage import PathLike, files_at
 from itemset.text import Escape, Lossy, identify
 from itemset.trie.attributes import Survey, Writer
 from itemset.trie.keys import Keys, are_row_numbers, in_item_order
-from itemset.trie.rows import Distinct, Rows, joined, sort_unique, token_dtype
+from itemset.trie.pointers import compiled
+from itemset.trie.rows import Distinct, Rows, joined, pack_keys, sort_unique, token_dtype
 from itemset.trie.tables import build_trie
 
 MIN_MEMORY = 1 << 28  # bytes that the sort gets at least
 _OVERHEAD = 1 << 29  # bytes that Python, its libraries and the batches in flight take beside the sort
 _BATCH_TOKENS = 1 << 21
 _BATCH_KEYS = 1 << 20
+_MAX_WORDS = 64  # columns of an item; longer items are sorted as bytes
 
 Progress = Callable[[str, float], None]
 
@@ -183,7 +184,8 @@ def _sorted(stored: Stored, memory: int, folder: Path, progress: Progress) -> _S
 
 def _sort(stored: Stored, connection: Any, progress: Progress) -> Iterator[Batch]:
     """Yield the items in ascending order, equal ones in the order of the source."""
-    codec, keyless = codec_of(stored.highest, stored.longest, stored.width), stored.key_type is None
+    words, keyless = _Words(stored.highest, stored.longest, stored.width), stored.key_type is None
+    codec: _Words | _Bytes = words if len(words.fields) <= _MAX_WORDS else _Bytes(stored.highest)
     values = [(f"value{i}", kind) for i, kind in enumerate(stored.types)]
     schema = pa.schema([*codec.fields, ("row", ROW), *values[keyless:]])  # by default the rows are the keys
 
@@ -266,6 +268,63 @@ def _gather(
             stream.flush()
             section = np.asarray(np.memmap(stream, np.uint8, "r"))
     return Keys(keys.map(), None if row_starts is None else starts.map()), section
+
+
+class _Words:
+    """Integers of 64 bits. A token is stored as its id plus one, the first highest; 0 follows the last."""
+
+    def __init__(self, highest: int, longest: int, width: int) -> None:
+        self._bits = (highest + 1).bit_length()
+        self._tokens = 64 // self._bits  # in a word
+        self._dtype, self._longest, self._width = token_dtype(highest), longest, width
+        self.fields = [(f"word{i}", pa.uint64()) for i in range(-(-longest // self._tokens))]
+
+    def encode(self, rows: Rows) -> list[pa.Array]:
+        members, starts = np.arange(len(rows), dtype=np.uint32), range(0, self._longest, self._tokens)
+        pack = partial(pack_keys, *rows.cells, members)
+        return [pa.array(pack(start, self._tokens, self._bits, 0)) for start in starts]
+
+    def decode(self, batch: pa.RecordBatch) -> Rows:
+        words = np.stack([batch.column(name).to_numpy() for name, _ in self.fields])
+        tokens = np.empty(len(batch) * self._longest, self._dtype)
+        offsets = np.zeros(len(batch) + 1, np.int64)
+        _unpack(words, self._tokens, self._bits, tokens, offsets)
+        return Rows(tokens, width=self._width) if self._width else Rows(tokens[: offsets[-1]], offsets)
+
+
+class _Bytes:
+    """A string of bytes: the token ids in big-endian order."""
+
+    def __init__(self, highest: int) -> None:
+        self.fields = [("bytes", pa.large_binary())]
+        self._dtype = np.dtype(token_dtype(highest))
+
+    def encode(self, rows: Rows) -> list[pa.Array]:
+        text = pa.py_buffer(rows.tokens.astype(self._dtype.newbyteorder(">")))
+        offsets = pa.py_buffer(rows.offsets * self._dtype.itemsize)
+        return [pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(rows), [None, offsets, text])]
+
+    def decode(self, batch: pa.RecordBatch) -> Rows:
+        strings = batch.column("bytes").cast(pa.large_binary())
+        _, offsets, text = strings.buffers()
+        offsets = np.frombuffer(offsets, np.int64, len(strings) + 1, strings.offset * 8)
+        tokens = np.frombuffer(text, np.uint8)[offsets[0] : offsets[-1]].view(self._dtype.newbyteorder(">"))
+        return Rows(tokens.astype(self._dtype), (offsets - offsets[0]) // self._dtype.itemsize)
+
+
+@compiled
+def _unpack(words, count, bits, tokens, offsets):  # type: ignore[no-untyped-def]
+    """Fill tokens and offsets (from 1 on) with what `pack_keys` has packed: words [words, rows]."""
+    mask = (np.uint64(1) << np.uint64(bits)) - np.uint64(1)
+    at = 0
+    for i in range(words.shape[1]):
+        for word in range(words.shape[0]):
+            for k in range(count - 1, -1, -1):
+                token = (words[word, i] >> np.uint64(bits * k)) & mask
+                if token:
+                    tokens[at] = token - np.uint64(1)
+                    at += 1
+        offsets[i + 1] = at
 
 
 def available_memory(system: Path = Path("/")) -> int:

@@ -208,8 +208,7 @@ def _check_present(file: SourceFile, name: str | None, column: Any, before: int,
     """Return whether no value is missing; those that are become faults."""
     if column.null_count:
         for i in np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False)):
-            row = before + int(i) + 1
-            faults.add(f"{file}, row {row} has no value in column {name!r}: fill it in or remove the row")
+            faults.add(f"{file}, row {before + i + 1} has no value in column {name!r}: fill it in or remove the row")
     return not column.null_count
 
 

@@ -26,8 +26,8 @@ def merged(trie: Trie, key_starts: NDArray[np.uint32] | None, stays: NDArray[np.
     rows, keys = trie.items + len(more), len(stays) + len(more)
     dtype = trie.tables.labels.dtype if new is None else np.result_type(trie.tables.labels, new.tokens)
     tokens = np.empty(_tokens_of(trie) + len(more.tokens), dtype)
-    uniform = trie.shortest == trie.longest and (np.diff(more.offsets) == trie.longest).all()
-    offsets, lcp = np.zeros(0 if uniform else rows + 1, np.int64), np.zeros(rows + 1, np.uint16)
+    width = trie.longest if trie.shortest == trie.longest and (np.diff(more.offsets) == trie.longest).all() else 0
+    offsets, lcp = np.zeros(0 if width else rows + 1, np.int64), np.zeros(rows + 1, np.uint16)
     places, starts = np.empty(keys, np.uint32), np.empty(rows + 1, np.uint32)
     levels, owned = np.cumsum([0, *trie.level_nodes]), NONE if key_starts is None else key_starts
     texts = tokens, more.tokens.astype(dtype), np.empty(trie.longest, dtype)
@@ -39,11 +39,9 @@ def merged(trie: Trie, key_starts: NDArray[np.uint32] | None, stays: NDArray[np.
     rows, keys = _merge(trie.tables.pointers, *given, *at, offsets, lcp, places, starts)
     if rows < 0:
         raise ValueError("its tables are no trie")
-    if uniform:
-        distinct = Rows(tokens[: rows * trie.longest], width=trie.longest)
-    else:
-        distinct = Rows(tokens[: offsets[rows]], offsets[: rows + 1])
-    return Distinct(as_rows(distinct), places[:keys], None if rows == keys else starts[: rows + 1], lcp[: rows + 1])
+    end = rows * width if width else offsets[rows]
+    distinct = as_rows(Rows(tokens[:end], None if width else offsets[: rows + 1], width=width))
+    return Distinct(distinct, places[:keys], None if rows == keys else starts[: rows + 1], lcp[: rows + 1])
 
 
 def _tokens_of(trie: Trie) -> int:

@@ -115,12 +115,12 @@ class DraftHead(nn.Module):
                 f"{self.name} was trained with the tokenizer {own_one}, not with this one ({fingerprint[:12]}): {mend}"
             )
 
-    def check_set(self, item_set: ItemSet, called: str = "the item set") -> None:
+    def check_set(self, item_set: ItemSet) -> None:
         """Raise ItemSetError unless the head can draft all items of a set, as far as their lengths tell."""
         if item_set.longest > self.levels:
             raise ItemSetError(
-                f"{self.name} drafts {self.levels} tokens, and {called} has an item of {item_set.longest}: train a "
-                f"head of {item_set.longest} levels, or build the set without longer items"
+                f"{self.name} drafts {self.levels} tokens, and the item set has an item of {item_set.longest}: train "
+                f"a head of {item_set.longest} levels, or build the set without longer items"
             )
         self.check(fingerprint=None if item_set.tokenizer is None else item_set.tokenizer.fingerprint)
 

@@ -42,8 +42,8 @@ class Bridges:
 class Vocabulary:
     """One of each process. Safe for threads."""
 
-    def __init__(self, info: xgrammar.TokenizerInfo, threads: int = 2) -> None:
-        """info: of the model's tokenizer, its size that of the model's logits. threads: of one compilation."""
+    def __init__(self, info: xgrammar.TokenizerInfo) -> None:
+        """info: of the model's tokenizer, its size that of the model's logits."""
         self._lock = threading.Lock()
         self.bytes: list[bytes] = list(info.decoded_vocab)
         """What each token adds to a text; of a special token, whatever xgrammar takes it for."""
@@ -63,8 +63,8 @@ class Vocabulary:
         )
         # The rules' cache of xgrammar 0.2 forgets the ids of Token() and hands out the masks of another grammar's rule.
         # Holes are asked by `accept_token` and never read off a mask; grammars with a model's own ids go without it.
-        self._cached = xgrammar.GrammarCompiler(longer, max_threads=threads, cache_limit_bytes=64 << 20)
-        self._exact = xgrammar.GrammarCompiler(longer, max_threads=threads, cache_enabled=False)
+        self._cached = xgrammar.GrammarCompiler(longer, max_threads=2, cache_limit_bytes=64 << 20)
+        self._exact = xgrammar.GrammarCompiler(longer, max_threads=2, cache_enabled=False)
 
     def compile(self, grammar: str) -> xgrammar.CompiledGrammar:
         """Compile a grammar in xgrammar's EBNF, in which `Token(first + k)` is hole k. Raises RuntimeError."""
@@ -123,8 +123,6 @@ _REMEMBERED = 1 << 12  # states of a set whose bridges are kept
 
 class Closing:
     """The bridges that a state may leave its hole by, if the grammar takes what is more of them."""
-
-    __slots__ = ("_each", "_lasts", "_rests", "_tokens", "others")
 
     def __init__(self, bridges: Iterable[tuple[int, int, bytes]], alone: dict[bytes, int]) -> None:
         """bridges: of each an item's last token, the token that is it and more, and the text of what is more."""

@@ -54,13 +54,8 @@ class Vocabulary:
         self._special = {*info.stop_token_ids, *info.special_token_ids}
         padded = [*self.bytes, *[b""] * (self.first - self.size)]
         padded += [b"\xff" + bytes([0xF8, 0x80 + i]) for i in range(HOLES + 1)]
-        longer = xgrammar.TokenizerInfo(
-            padded,
-            xgrammar.VocabType.RAW,
-            vocab_size=len(padded),
-            stop_token_ids=info.stop_token_ids,
-            add_prefix_space=info.add_prefix_space,
-        )
+        stops, space = info.stop_token_ids, info.add_prefix_space
+        longer = xgrammar.TokenizerInfo(padded, stop_token_ids=stops, add_prefix_space=space)
         # The rules' cache of xgrammar 0.2 forgets the ids of Token() and hands out the masks of another grammar's rule.
         # Holes are asked by `accept_token` and never read off a mask; grammars with a model's own ids go without it.
         self._cached = xgrammar.GrammarCompiler(longer, max_threads=2, cache_limit_bytes=64 << 20)

@@ -19,7 +19,7 @@ from itemset.item_set import ItemSet, build
 from itemset.masking import host
 from itemset.masking.host import Walk
 from itemset.trie.pointers import compiled
-from itemset.trie.walk import DEAD, END
+from itemset.trie.walk import END
 
 Made = TypeVar("Made")
 
@@ -170,7 +170,7 @@ class Items(Walk):
         closing, longer = of_all
         if self._all is None or not longer:
             return closing
-        given = {t for t in longer if (after := self.step(state, t)) == DEAD or not self.ends(after)}
+        given = {t for t in longer if not self.ends(self.step(state, t))}
         return closing.without(given, bridges.alone) if given else closing
 
     def _closing_of_all(self, state: int, bridges: Bridges) -> _OfState:
@@ -178,16 +178,12 @@ class Items(Walk):
         key = (state, bridges)
         if (known := self._closing.get(key)) is not None or key in self._closing:
             return known
-        row, lasts = np.empty(len(bridges.last), np.int32), list[int]()
+        row = np.empty(len(bridges.last), np.int32)
         self.fill(state, row)
         words = row.view(np.uint32) & bridges.last
-        for word in np.flatnonzero(words).tolist():
-            bits = int(words[word])
-            while bits:
-                token = word << 5 | (bits & -bits).bit_length() - 1
-                if (after := self.step(state, token)) != DEAD and self.ends(after):
-                    lasts.append(token)
-                bits &= bits - 1
+        at = np.flatnonzero(words)
+        of, place = np.unpackbits(words[at].view(np.uint8), bitorder="little").reshape(-1, 32).nonzero()
+        lasts = [last for last in (at[of] << 5 | place).tolist() if self.ends(self.step(state, last))]
         if len(self._closing) >= _REMEMBERED:
             self._closing.clear()
         closing = Closing(((last, *one) for last in lasts for one in bridges.by_last[last]), bridges.alone)

@@ -64,7 +64,7 @@ class _Thread:
     """One reading: outside of all holes, or in one, at a state of its items. Immutable but for `open`."""
 
     matcher: _Matcher
-    given: dict[int, Items]  # by group, what is left of its items
+    given: dict[int | None, Items]  # by group, what is left of its items
     found: tuple[Any, Found] | None  # the items before the last, and the last; None without any
     hole: int = -1
     items: Any = None  # Items, in a hole
@@ -229,9 +229,7 @@ class Composite:
                 taken = []
             thread.open = []
             for number, hole in taken:
-                items = hole.items
-                if hole.group is not None and not hole.begins:
-                    items = thread.given.get(hole.group, items)
+                items = hole.items if hole.begins else thread.given.get(hole.group, hole.items)
                 thread.open.append(replace(thread, hole=number, items=items, begin=self._read[-1]))
         return thread.open
 

@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.parse import parse_qs
 
 import pyarrow as pa
@@ -204,11 +204,8 @@ def _content(file: SourceFile) -> bytes:
     """Return a hash of what is in a file; of one that is elsewhere, what its system says of it, if it says when."""
     if file.system is not None and file.changed is not None:
         return repr((file.name, file.size, file.changed)).encode()
-    digest = hashlib.sha256(format_of(file).encode())
     with file.open() as stream:
-        while piece := stream.read(1 << 23):
-            digest.update(piece)
-    return digest.digest()
+        return hashlib.file_digest(cast(Any, stream), lambda: hashlib.sha256(format_of(file).encode())).digest()
 
 
 def say(line: str) -> None:

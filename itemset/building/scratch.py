@@ -140,10 +140,7 @@ def _bits(values: NDArray[np.uint8]) -> pa.Buffer:
 
 
 ROW = pa.uint32()  # keys if none are given
-
-
-Batch = tuple[Rows, list[pa.Array]]
-"""Consecutive items, and their values: their keys, and each of their attributes as `Column.pack` returns it."""
+Batch = tuple[Rows, list[pa.Array]]  # consecutive items, their keys, and each attribute as `Column.pack` returns it
 
 
 def can_read_twice(files: Sequence[SourceFile]) -> bool:

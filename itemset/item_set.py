@@ -311,14 +311,11 @@ class ItemSet:
         return self.trie.tables.sections | self._keys.to_sections() | attributes
 
     def _header(self) -> Header:
-        counts = ("items", "shortest", "longest", "level_nodes", "level_edges", "tail_tokens")
+        trie = self.trie
         return Header(
-            **{name: getattr(self.trie, name) for name in counts},
-            token_bits=self.trie.tables.token_bits,
-            duplicates=self.duplicates,
-            digest=self.digest,
-            **self._origin._asdict(),
-        )
+            trie.items, self.duplicates, trie.shortest, trie.longest, trie.level_nodes, trie.level_edges,
+            trie.tail_tokens, trie.tables.token_bits, *self._origin, self.digest,
+        )  # fmt: skip
 
 
 def build(

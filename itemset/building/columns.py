@@ -73,15 +73,14 @@ class Table:
             with guarded(file):
                 names, dialect = names_in(file, given, wanted)
                 self.dialects[file.name], there[file.name] = dialect, columns_of(file, dialect)
-                free = list(dict.fromkeys(name for one in there.values() for name in one))
-                if not dialect.names and format_of(file) not in (".parquet", ".npz"):
-                    free = list(dict.fromkeys([*free, *self.attributes]))  # which every row may lack
                 for name in (self.column, self.key):
                     _check_column(file, name, names)
                 self.column = self.column or _only_column(file, names, self.key, self.attributes)
-        for name in self.attributes:
-            _check_column(files[0], name, free)
         text = bool(self.dialects[files[0].name].names)
+        if text or format_of(files[0]) in (".parquet", ".npz"):  # else every row may lack an attribute
+            named = list(dict.fromkeys(name for one in there.values() for name in one))
+            for name in self.attributes:
+                _check_column(files[0], name, named)
         judges = [Judged(name, ALL if text else DATES, attribute_kind) for name in self.attributes]
         key_judges = [] if self.key is None else [Judged(self.key, KEYS if text else (), value_kind)]
         for file in files:

@@ -45,10 +45,8 @@ class ItemSet:
         self.trie = trie
         self.shortest, self.longest = trie.shortest, trie.longest
         """Tokens of the shortest and of the longest item."""
-        self.base: ItemSet | None = None
-        """Of a view: the set, or the view, whose tables it shares."""
-        self.own: Mapping[str, NDArray[Any]] = trie.tables.sections
-        """Those arrays of the tables that it shares with no base, by name."""
+        self.base: ItemSet | None = None  # of a view: the set, or the view, whose tables it shares
+        self.own: Mapping[str, NDArray[Any]] = trie.tables.sections  # arrays that it shares with no base, by name
         self._keys = keys
         self._attributes = attributes
         self.rows_of: tuple[ItemSet, NDArray[np.int64]] | None = None

@@ -43,6 +43,10 @@ class Item:
         return Annotated[cls, Of(item_set)]
 
 
+Later = Awaitable[list[Item]]
+"""What an `AsyncOpenAI` gives: items once it is awaited."""
+
+
 class Of:
     """Makes `Annotated[Item, Of("films", item_filter={...})]` a Pydantic field: a JSON string that is one of the items.
 
@@ -73,9 +77,7 @@ def _as_item(value: Any) -> Item:
 @overload
 def rank(client: "OpenAI", item_set: Sets, prompt: Prompt, n: int = 10, **options: Any) -> list[Item]: ...
 @overload
-def rank(
-    client: "AsyncOpenAI", item_set: Sets, prompt: Prompt, n: int = 10, **options: Any
-) -> Awaitable[list[Item]]: ...
+def rank(client: "AsyncOpenAI", item_set: Sets, prompt: Prompt, n: int = 10, **options: Any) -> Later: ...
 def rank(client: Any, item_set: Sets, prompt: Prompt, n: int = 10, **options: Any) -> Any:
     """Return the n best items of a set by the model's own probabilities, best first, as a beam of 64 finds them, or of
     n if that is more: `list[Item]`. `exact=True` proves that there are no better ones.
@@ -91,9 +93,7 @@ def rank(client: Any, item_set: Sets, prompt: Prompt, n: int = 10, **options: An
 @overload
 def choose(client: "OpenAI", item_set: Sets, prompt: Prompt, *, n: int, **options: Any) -> list[Item]: ...
 @overload
-def choose(
-    client: "AsyncOpenAI", item_set: Sets, prompt: Prompt, *, n: int, **options: Any
-) -> Awaitable[list[Item]]: ...
+def choose(client: "AsyncOpenAI", item_set: Sets, prompt: Prompt, *, n: int, **options: Any) -> Later: ...
 @overload
 def choose(client: "OpenAI", item_set: Sets, prompt: Prompt, **options: Any) -> Item: ...
 @overload
@@ -111,9 +111,7 @@ def choose(client: Any, item_set: Sets, prompt: Prompt, *, n: int | None = None,
 @overload
 def draw(client: "OpenAI", item_set: Sets, prompt: Prompt, n: int = 1, **options: Any) -> list[Item]: ...
 @overload
-def draw(
-    client: "AsyncOpenAI", item_set: Sets, prompt: Prompt, n: int = 1, **options: Any
-) -> Awaitable[list[Item]]: ...
+def draw(client: "AsyncOpenAI", item_set: Sets, prompt: Prompt, n: int = 1, **options: Any) -> Later: ...
 def draw(client: Any, item_set: Sets, prompt: Prompt, n: int = 1, **options: Any) -> Any:
     """Return n items drawn from the model's distribution over the set: `list[Item]`. options: as of `rank`, and those
     of draws (`replace`, `seed`, `max_passes`, `approximate`, ...)."""

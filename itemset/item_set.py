@@ -45,10 +45,8 @@ class ItemSet:
         self.trie = trie
         self.shortest, self.longest = trie.shortest, trie.longest
         """Tokens of the shortest and of the longest item."""
-        self.base: ItemSet | None = None
-        """Of a view: the set, or the view, whose tables it shares."""
-        self.own: Mapping[str, NDArray[Any]] = trie.tables.sections
-        """Those arrays of the tables that it shares with no base, by name."""
+        self.base: ItemSet | None = None  # of a view: the set, or the view, whose tables it shares
+        self.own: Mapping[str, NDArray[Any]] = trie.tables.sections  # arrays that it shares with no base, by name
         self._keys = keys
         self._attributes = attributes
         self.rows_of: tuple[ItemSet, NDArray[np.int64]] | None = None
@@ -200,7 +198,7 @@ class ItemSet:
     def boosts_of(self, items: Any) -> NDArray[np.float64]:
         """Return the boost of each item [N], 0 without one. items: as for `build`. Raises as `keys_of` does."""
         tables, whole = self.trie.tables, self.whole.trie.tables
-        return potential.boosts_of(tables, whole, self._terminal_rank, self._numbered(items))
+        return potential.boosts_of(tables, whole, self._numbered(items))
 
     def _numbered(self, items: Any) -> NDArray[np.int64]:
         """Return the number of each item. Raises ItemSetError for the first that is no item of the set."""
@@ -254,10 +252,8 @@ class ItemSet:
 
     def _numbers_of(self, rows: Rows) -> NDArray[np.int64]:
         """Return the item number of each row, -1 if it is no item."""
-        if not len(rows):
-            return np.zeros(0, np.int64)
         whole = self.whole
-        numbers = numbering.numbers_of(self.trie.tables, whole.trie.tables, self._terminal_rank, rows)
+        numbers = numbering.numbers_of(self.trie.tables, whole.trie.tables, rows)
         numbers[numbers >= len(whole)] = -1  # of a damaged file
         return numbers
 
@@ -271,16 +267,14 @@ class ItemSet:
 
     def items_at(self, numbers: NDArray[np.int64]) -> list[list[int]]:
         """Return the tokens of the items with these numbers."""
-        rows = numbering.items_at(self.whole.trie.tables, self._terminal_rank, numbers, self.longest)
+        rows = numbering.items_at(self.whole.trie.tables, numbers, self.longest)
         return [part.tolist() for part in np.split(rows.tokens, rows.offsets[1:-1])]
 
     def numbers_in(self, other: "ItemSet") -> NDArray[np.int64]:
         """Return the number that each item has in another set, -1 if it is none of that."""
         parts = np.array_split(np.arange(len(self)), 1 + len(self) // _ITEMS_AT_ONCE)
-        tables, rank = self.whole.trie.tables, self._terminal_rank
-        return np.concatenate(
-            [other._numbers_of(numbering.items_at(tables, rank, part, self.longest)) for part in parts]
-        )
+        tables = self.whole.trie.tables
+        return np.concatenate([other._numbers_of(numbering.items_at(tables, part, self.longest)) for part in parts])
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the index file; an existing one is replaced at once. Raises ItemSetError if it cannot be written."""
@@ -316,28 +310,21 @@ class ItemSet:
         if not 0 < total <= MAX_ITEMS:
             raise ItemSetError(f"{total:,} items would be left: a set has 1 to {MAX_ITEMS:,}")
         try:
-            distinct = merged(self.trie, self._terminal_rank, self.key_starts, ~gone, given)
+            distinct = merged(self.trie, self.key_starts, ~gone, given)
         except ValueError as error:
             raise ItemSetError(f"the index is corrupted, {error}: {AGAIN}") from error
         return built(distinct, pa.concat_arrays(values), columns, self._origin)
-
-    @functools.cached_property
-    def _terminal_rank(self) -> NDArray[np.uint32]:
-        return numbering.rank_terminals(self.trie.tables.terminal) if self.base is None else self.base._terminal_rank
 
     def _arrays(self) -> dict[str, NDArray[Any]]:
         attributes = {} if self._attributes is None else {"attributes": self._attributes}
         return self.trie.tables.sections | self._keys.to_sections() | attributes
 
     def _header(self) -> Header:
-        counts = ("items", "shortest", "longest", "level_nodes", "level_edges", "tail_tokens")
+        trie = self.trie
         return Header(
-            **{name: getattr(self.trie, name) for name in counts},
-            token_bits=self.trie.tables.token_bits,
-            duplicates=self.duplicates,
-            digest=self.digest,
-            **self._origin._asdict(),
-        )
+            trie.items, self.duplicates, trie.shortest, trie.longest, trie.level_nodes, trie.level_edges,
+            trie.tail_tokens, trie.tables.token_bits, *self._origin, self.digest,
+        )  # fmt: skip
 
 
 def build(

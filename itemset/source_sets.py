@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.parse import parse_qs
 
 import pyarrow as pa
@@ -82,8 +82,7 @@ def _index_of(name: str, source: Any, tokenizer: Callable[[], Any], cache: str |
             named = '{"data": ..., "column": NAME, "key": NAME, "attributes": [NAMES]}'
             message = str(error).replace(f", {name}={table.name}?column=NAME", "")
             message = message.replace(table.name, f"the item set {name!r}")
-            mend = f"{name!r}: {named}"
-            raise ItemSetError(f"{message} (of a table or list say it so: {mend})") from error
+            raise ItemSetError(f"{message} (of a table or list say it so: {name!r}: {named})") from error
 
 
 def _table(name: str, given: Any) -> pa.Table:
@@ -92,10 +91,9 @@ def _table(name: str, given: Any) -> pa.Table:
             return pa.Table.from_pylist(rows_of(given, f"the item set {name!r}"))
         if hasattr(given, "columns") or isinstance(given, Mapping):
             return pa.table(given)
-        column = pa.chunked_array(given) if hasattr(given, "__arrow_c_stream__") else pa.array(list(given))
-        if isinstance(given, pa.Array | pa.ChunkedArray):
-            column = given
-        return pa.table({"item": column})
+        if not isinstance(given, pa.Array | pa.ChunkedArray):
+            given = pa.chunked_array(given) if hasattr(given, "__arrow_c_stream__") else pa.array(list(given))
+        return pa.table({"item": given})
     except (TypeError, ValueError, pa.ArrowException) as error:
         raise ItemSetError(
             f"the item set {name!r} must be a file, a table (pandas, polars, pyarrow) or a list of texts or token-id "
@@ -206,11 +204,8 @@ def _content(file: SourceFile) -> bytes:
     """Return a hash of what is in a file; of one that is elsewhere, what its system says of it, if it says when."""
     if file.system is not None and file.changed is not None:
         return repr((file.name, file.size, file.changed)).encode()
-    digest = hashlib.sha256(format_of(file).encode())
     with file.open() as stream:
-        while piece := stream.read(1 << 23):
-            digest.update(piece)
-    return digest.digest()
+        return hashlib.file_digest(cast(Any, stream), lambda: hashlib.sha256(format_of(file).encode())).digest()
 
 
 def say(line: str) -> None:

@@ -37,17 +37,13 @@ def is_uri(path: PathLike) -> bool:
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file to read.
+    """A file to read."""
 
-    name: its path or URI, for errors. path: within its file system. size: in bytes. changed: when it was changed last,
-    None if the system does not say. system: the fsspec file system, None for this machine's.
-    """
-
-    name: str
-    path: str
-    size: int
-    changed: Any
-    system: Any = field(compare=False)
+    name: str  # its path or URI, for errors
+    path: str  # within its file system
+    size: int  # in bytes
+    changed: Any  # when it was changed last, None if the system does not say
+    system: Any = field(compare=False)  # of fsspec, None for this machine's
 
     def __str__(self) -> str:
         return self.name

@@ -18,8 +18,7 @@ from itemset.errors import Faults, ItemSetError, ItemSetWarning, shown
 ITEM = "item {}"
 BATCH = 10_000  # texts a tokenizer call: large enough for its threads, small enough for its Python lists
 
-Escape = Literal["json", "text"]
-"""For items inside longer texts: escaped as in a JSON string, or as they are."""
+Escape = Literal["json", "text"]  # for items inside longer texts: as in a JSON string, or as they are
 _CARRIER = "\n"  # joins no word, and tokenizers that mark a word's start have a token or a byte of its own for it
 _CARRIED = ("x", "The film", "1", "é")
 
@@ -41,13 +40,10 @@ _PROBES = [
 
 @dataclass(frozen=True)
 class TokenizerId:
-    """Which tokenizer an item set was encoded with.
+    """Which tokenizer an item set was encoded with."""
 
-    name: for people. fingerprint: equal if two tokenizers encode alike, see `fingerprint`.
-    """
-
-    name: str
-    fingerprint: str
+    name: str  # for people
+    fingerprint: str  # equal if two tokenizers encode alike, see `fingerprint`
 
 
 def encode(

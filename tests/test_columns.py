@@ -48,6 +48,12 @@ def test_types_are_those_of_all_parts(tmp_path: Path, suffix: str) -> None:
     assert since == ["2026-01-02", None, "2026-03-04"]
 
 
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+@pytest.mark.parametrize("texts", [["", "Kite"], ["Kite", ""], ["", "[1] Kite", "(2)"]])
+def test_an_empty_text_is_read_and_refused_where_it_is_encoded(tmp_path: Path, suffix: str, texts: list[str]) -> None:
+    assert read(parts(tmp_path / "p", suffix, [{"title": text} for text in texts])).texts == texts
+
+
 @pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
 def test_types_that_do_not_go_together_are_refused(tmp_path: Path, suffix: str) -> None:
     rows = [{"title": "Kite", "x": True}], [{"title": "Ball", "x": "maybe"}]

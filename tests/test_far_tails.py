@@ -31,7 +31,6 @@ from itemset.ranking.beams import Beams, table_of
 from itemset.trie import tables as trie_tables
 from itemset.trie import targets as trie_targets
 from itemset.trie.levels import LevelPlan
-from itemset.trie.numbering import rank_terminals
 from itemset.trie.rows import as_rows
 from itemset.trie.tables import COUNTS, EDGES, NODES, NONE, TAIL_TOKENS, Tables, Trie
 from itemset.trie.targets import FAR, MAX_TAIL_TOKENS, NO_BLOCK
@@ -146,10 +145,7 @@ def test_they_are_updated(gap: int) -> None:
     new = as_rows([[3, 3, 3, 1], [7] * 20, [2]])
     stays = np.ones(SMALL.trie.items, np.bool_)
     stays[::7] = False
-    rank = rank_terminals(SMALL.trie.tables.terminal)
-    far, near = (
-        merged(replace(SMALL.trie, tables=one), rank, None, stays, new) for one in (moved(gap), SMALL.trie.tables)
-    )
+    far, near = (merged(replace(SMALL.trie, tables=one), None, stays, new) for one in (moved(gap), SMALL.trie.tables))
     for mine, other in ((far.rows.tokens, near.rows.tokens), (far.rows.offsets, near.rows.offsets)):
         assert np.array_equal(mine, other)
     assert np.array_equal(far.order, near.order)

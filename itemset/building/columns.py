@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 
 from itemset.building.dialects import SUFFIXES as DELIMITED
 from itemset.building.dialects import Dialect, dialect_of, is_table
-from itemset.building.items import Items, rows_of
+from itemset.building.items import Items
 from itemset.building.judged import ALL, DATES, KEYS, Judged, attribute_kind, converted, value_kind
 from itemset.building.readers import Batch, columns_of, read_delimited, read_json, read_npz, read_parquet
 from itemset.building.streams import encoding_of, format_of, guarded
@@ -34,10 +34,7 @@ def is_tabular(file: SourceFile, dialect: Dialect) -> bool:
 
 
 def names_in(file: SourceFile, dialect: Dialect, wanted: Sequence[str] = ()) -> tuple[list[str], Dialect]:
-    """Return the names of a file's columns, none if it has items alone, and how it is written.
-
-    Raises ItemSetError as `read` does.
-    """
+    """Return the names of a file's columns, none if it has items alone, and its dialect. Raises as `read` does."""
     with guarded(file):
         if is_table(file, dialect):
             dialect = dialect_of(file, dialect, wanted)
@@ -50,70 +47,60 @@ def names_in(file: SourceFile, dialect: Dialect, wanted: Sequence[str] = ()) -> 
 
 @dataclass
 class Table:
-    """The columns that are read of one or more files of a table, and the types that they have over all of these.
+    """The columns that are read of one or more files of a table, and the types that they have over all of these."""
 
-    types, key_type: of the attributes and of the keys. dialects: by file. kind: of the first items that are JSON
-    values. as_lists: whether texts are lists that are written as text.
-    """
-
-    column: str
+    column: Any  # its name; if none is given, `judge` takes the only one that is free
     key: str | None
     attributes: Sequence[str]
-    types: dict[str, Any] = field(default_factory=dict)
+    keys_only: bool
+    types: dict[str, Any] = field(default_factory=dict)  # of the attributes
     key_type: Any = None
-    dialects: dict[str, Dialect] = field(default_factory=dict)
-    as_lists: bool | None = None
-    kind: Any = None
-    keys_only: bool = False
+    dialects: dict[str, Dialect] = field(default_factory=dict)  # by file
+    as_lists: bool | None = None  # whether texts are lists that are written as text
+    kind: Any = None  # of the first items that are JSON values
 
-    @staticmethod
-    def judged(
-        path: object, files: Sequence[SourceFile], column: str | None, key: str | None, attributes: Sequence[str],
-        dialect: Dialect, keys_only: bool,
-    ) -> "Table":  # fmt: skip
-        """Choose the columns, and read the files once for the types of what is text or JSON.
+    @property
+    def names(self) -> list[str]:
+        return list(dict.fromkeys(name for name in (self.column, self.key, *self.attributes) if name is not None))
+
+    def judge(self, path: object, files: Sequence[SourceFile], given: Dialect) -> None:
+        """Choose the column, and read the files once for the types of what is text or JSON.
 
         Raises ItemSetError: a column that is not there or not named, types that do not go together, all bad rows.
         """
-        wanted = [name for name in (column, key, *attributes) if name is not None]
-        faults, there, dialects = Faults(), dict[str, dict[str, Any]](), dict[str, Dialect]()
+        faults, there, wanted = Faults(), dict[str, dict[str, Any]](), self.names
         for file in files:
             with guarded(file):
-                names, dialects[file.name] = names_in(file, dialect, wanted)
-                there[file.name] = columns_of(file, dialects[file.name])
-                free = list(dict.fromkeys(name for one in there.values() for name in one))
-                if not dialects[file.name].names and format_of(file) not in (".parquet", ".npz"):
-                    free = list(dict.fromkeys([*free, *attributes]))  # which every row may lack
-                for name in (column, key):
+                names, dialect = names_in(file, given, wanted)
+                self.dialects[file.name], there[file.name] = dialect, columns_of(file, dialect)
+                for name in (self.column, self.key):
                     _check_column(file, name, names)
-                column = column or _only_column(file, names, key, attributes)
-        for name in attributes:
-            _check_column(files[0], name, free)
-        table = Table(str(column), key, attributes, dialects=dialects, keys_only=keys_only)
-        kind = format_of(files[0])
-        text = bool(dialects[files[0].name].names)
-        judges = [Judged(name, ALL if text else DATES, attribute_kind) for name in attributes]
-        key_judges = [] if key is None else [Judged(key, KEYS if text else (), value_kind)]
+                self.column = self.column or _only_column(file, names, self.key, self.attributes)
+        text = bool(self.dialects[files[0].name].names)
+        if text or format_of(files[0]) in (".parquet", ".npz"):  # else every row may lack an attribute
+            named = list(dict.fromkeys(name for one in there.values() for name in one))
+            for name in self.attributes:
+                _check_column(files[0], name, named)
+        judges = [Judged(name, ALL if text else DATES, attribute_kind) for name in self.attributes]
+        key_judges = [] if self.key is None else [Judged(self.key, KEYS if text else (), value_kind)]
         for file in files:
             with guarded(file):
-                if kind == ".parquet":
+                if format_of(file) == ".parquet":
                     for judge in (*judges, *key_judges):
                         if judge.name in there[file.name]:
                             judge.declare(there[file.name][judge.name], file)
                     continue
-                for values, _ in table.read(file, faults):
+                for values, _ in self.read(file, faults):
                     for judge in (*judges, *key_judges):
                         judge.add(values[judge.name], file)
         faults.check()
-        table.types = {judge.name: judge.attribute_type(path) for judge in judges}
-        table.key_type = key_judges[0].key_type(path) if key_judges else None
-        return table
+        self.types = {judge.name: judge.attribute_type(path) for judge in judges}
+        self.key_type = key_judges[0].key_type(path) if key_judges else None
 
     def read(self, file: SourceFile, faults: Faults) -> Iterator[Batch]:
         """Read the columns as the file has them."""
-        names = list(dict.fromkeys(name for name in (self.column, self.key, *self.attributes) if name is not None))
         dialect = self.dialects[file.name]
-        return (read_delimited if dialect.names else READERS[format_of(file)])(file, dialect, names, faults)
+        return (read_delimited if dialect.names else READERS[format_of(file)])(file, dialect, self.names, faults)
 
     def items(self, file: SourceFile, faults: Faults) -> Iterator[Items]:
         """Turn a file's columns into items, keys and attributes."""
@@ -167,7 +154,7 @@ class Table:
 
     def _listed(self, file: SourceFile, texts: list[str], before: int, faults: Faults) -> Any:
         """Return texts as they are, or as the lists that all of them are written as."""
-        lists = [as_list(text) if text[0] in "[( " else None for text in texts]
+        lists = [as_list(text) if text[:1] in ("[", "(", " ") else None for text in texts]
         if self.as_lists is None and 2 * lists.count(None) >= len(lists):
             return texts
         self.as_lists = True
@@ -220,8 +207,7 @@ def _check_present(file: SourceFile, name: str | None, column: Any, before: int,
     """Return whether no value is missing; those that are become faults."""
     if column.null_count:
         for i in np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False)):
-            row = before + int(i) + 1
-            faults.add(f"{file}, row {row} has no value in column {name!r}: fill it in or remove the row")
+            faults.add(f"{file}, row {before + i + 1} has no value in column {name!r}: fill it in or remove the row")
     return not column.null_count
 
 
@@ -233,4 +219,5 @@ def _tokens(file: SourceFile, name: str, column: Any, before: int, faults: Fault
             row = before + int(np.searchsorted(np.cumsum(lengths), i, side="right")) + 1
             faults.add(f"{file}, row {row}: a list in column {name!r} holds a missing value, give every token id")
         return None
-    return rows_of(flat.to_numpy(), lengths)
+    width = int(lengths[0]) if (lengths == lengths[0]).all() else 0
+    return Rows(flat.to_numpy(), None if width else np.append(0, np.cumsum(lengths)), width=width)

@@ -22,26 +22,20 @@ _INSIDE = "\x1f"  # stands for a delimiter of two characters: Python's csv has o
 _QUOTED = re.compile(r'"(?:[^"]|"")*"')
 csv.field_size_limit(1 << 24)
 
-WORDS = ("delimiter", "quotes", "header", "encoding")
-"""Of options that say how a table is written."""
+WORDS = ("delimiter", "quotes", "header", "encoding")  # of options that say how a table is written
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """How a table is written; what is None is judged by the file.
-
-    quotes: "csv" if fields may stand in quotes, "text" if a quote is a character like others. header: whether the first
-    line has the columns' names. names: of the columns. skipped: lines before the table (`sep=;`). spaced: whether a
-    space after a delimiter is no part of a field, because one stands after each.
-    """
+    """How a table is written; what is None is judged by the file."""
 
     delimiter: str | None = None
-    quotes: Literal["csv", "text"] | None = None
-    header: bool | None = None
+    quotes: Literal["csv", "text"] | None = None  # fields may stand in quotes, or a quote is a character like others
+    header: bool | None = None  # whether the first line has the columns' names
     encoding: str | None = None
-    names: tuple[str, ...] = ()
-    skipped: int = 0
-    spaced: bool = False
+    names: tuple[str, ...] = ()  # of the columns
+    skipped: int = 0  # lines before the table (`sep=;`)
+    spaced: bool = False  # a space after a delimiter is no part of a field, because one stands after each
 
     @staticmethod
     def of(words: Mapping[str, str | None]) -> "Dialect":
@@ -84,8 +78,7 @@ class Dialect:
                 yield f"{what} ({error}): {inside} (--quotes text, in a source ?quotes=text)"
 
 
-JUDGED = Dialect()
-"""Of which nothing is given: all is judged."""
+JUDGED = Dialect()  # of which nothing is given: all is judged
 
 
 def is_table(source: SourceFile, given: Dialect = JUDGED) -> bool:

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 import pyarrow as pa
@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from itemset.building import sources
 from itemset.building.dialects import Dialect
-from itemset.building.item_codecs import codec_of
 from itemset.building.items import Encoding, Items
 
 from itemset.building.scratch import (  # isort: skip
@@ -32,13 +31,15 @@ from itemset.storage import PathLike, files_at
 from itemset.text import Escape, Lossy, identify
 from itemset.trie.attributes import Survey, Writer
 from itemset.trie.keys import Keys, are_row_numbers, in_item_order
-from itemset.trie.rows import Rows, joined, sort_unique, token_dtype
+from itemset.trie.pointers import compiled
+from itemset.trie.rows import Distinct, Rows, joined, pack_keys, sort_unique, token_dtype
 from itemset.trie.tables import build_trie
 
 MIN_MEMORY = 1 << 28  # bytes that the sort gets at least
 _OVERHEAD = 1 << 29  # bytes that Python, its libraries and the batches in flight take beside the sort
 _BATCH_TOKENS = 1 << 21
 _BATCH_KEYS = 1 << 20
+_MAX_WORDS = 64  # columns of an item; longer items are sorted as bytes
 
 Progress = Callable[[str, float], None]
 
@@ -109,18 +110,22 @@ def _as_before(before: ItemSet, path: object, how: dict[str, Any]) -> dict[str, 
 
 
 def _built(stored: Stored, encoding: Encoding, memory: int, folder: Path, progress: Progress) -> ItemSet:
-    merged = _sorted(stored, memory, folder, progress)
+    distinct, values = _sorted(stored, memory, folder, progress)
     stored.check_unchanged()
     progress("building", 0.0)
-    trie, members = build_trie(merged.rows, merged.lcp, Zeros(folder, memory))
-    merged = merged._replace(rows=None, lcp=None)  # their files are as large as the index
-    keys, section = _gather(stored, merged, members, folder, progress)
+    trie, members = build_trie(distinct.rows, distinct.lcp, Zeros(folder, memory))
+    starts = distinct.starts
+    del distinct  # the files of its rows are as large as the index
+    keys, section = _gather(stored, values, starts, members, folder, progress)
     made_with = None if encoding.tokenizer is None else identify(encoding.tokenizer)
     origin = Origin(stored.vocab_size, made_with, encoding.prefix, encoding.escape)
     return ItemSet(trie, keys, origin, duplicates=stored.items - trie.items, attributes=section)
 
 
-def _interruptible(work: Callable[[], "_Merged"], connection: Any) -> "_Merged":
+_Sorted = tuple[Distinct, list[pa.Array]]  # the distinct rows, without their order, and the values of all; in files
+
+
+def _interruptible(work: Callable[[], _Sorted], connection: Any) -> _Sorted:
     """Return the result of `work`, done in a thread of its own.
 
     Ctrl-C reaches only the main thread. DuckDB, and code that DuckDB calls, would take it for a failure of their own.
@@ -164,19 +169,7 @@ def _store(
     return stored
 
 
-class _Merged(NamedTuple):
-    """The distinct rows, ascending, and their lcp, as `rows.sort_unique` returns them; both None once they are built.
-
-    values, starts: of all rows, and where those of each distinct row begin, None if no two are equal. All in files.
-    """
-
-    rows: Any
-    lcp: Any
-    values: list[pa.Array]
-    starts: NDArray[np.uint32] | None
-
-
-def _sorted(stored: Stored, memory: int, folder: Path, progress: Progress) -> _Merged:
+def _sorted(stored: Stored, memory: int, folder: Path, progress: Progress) -> _Sorted:
     import duckdb  # which other commands need not wait for
 
     config = {"memory_limit": f"{max(memory - _OVERHEAD, MIN_MEMORY) >> 20}MiB", "temp_directory": str(folder)}
@@ -191,7 +184,8 @@ def _sorted(stored: Stored, memory: int, folder: Path, progress: Progress) -> _M
 
 def _sort(stored: Stored, connection: Any, progress: Progress) -> Iterator[Batch]:
     """Yield the items in ascending order, equal ones in the order of the source."""
-    codec, keyless = codec_of(stored.highest, stored.longest, stored.width), stored.key_type is None
+    words, keyless = _Words(stored.highest, stored.longest, stored.width), stored.key_type is None
+    codec: _Words | _Bytes = words if len(words.fields) <= _MAX_WORDS else _Bytes(stored.highest)
     values = [(f"value{i}", kind) for i, kind in enumerate(stored.types)]
     schema = pa.schema([*codec.fields, ("row", ROW), *values[keyless:]])  # by default the rows are the keys
 
@@ -214,7 +208,7 @@ def _sort(stored: Stored, connection: Any, progress: Progress) -> Iterator[Batch
             progress("merging", done / stored.items)
 
 
-def _merge(stored: Stored, batches: Iterator[Batch], folder: Path) -> _Merged:
+def _merge(stored: Stored, batches: Iterator[Batch], folder: Path) -> _Sorted:
     tokens, lcps = Spool(folder, token_dtype(stored.highest)), Spool(folder, np.uint16)
     offsets = None if stored.width else Spool(folder, np.int64)
     values = [ArraySpool(folder, kind, missing=i > 0) for i, kind in enumerate(stored.types)]
@@ -222,7 +216,7 @@ def _merge(stored: Stored, batches: Iterator[Batch], folder: Path) -> _Merged:
     items = keys_so_far = tokens_so_far = 0
     last: Rows | None = None  # the last row so far: the next batch goes on from it
     for ordered, columns in batches:
-        both, known = (ordered, 0) if last is None else (joined(last, ordered), 1)
+        both, known = (ordered, 0) if last is None else (joined([last, ordered]), 1)
         rows, _, begins_of_keys, lcp = sort_unique(both)
         if begins_of_keys is None:
             begins_of_keys = np.arange(len(rows) + 1, dtype=np.uint32)
@@ -239,27 +233,25 @@ def _merge(stored: Stored, batches: Iterator[Batch], folder: Path) -> _Merged:
         items, keys_so_far = items + len(rows) - known, keys_so_far + len(ordered)
     lcps.append(np.zeros(1, np.uint16))
     starts.append(np.array([keys_so_far]))
-    if offsets is None:
-        distinct = Rows(tokens.map(), width=stored.width)
-    else:
+    if offsets is not None:
         offsets.append(np.array([tokens_so_far]))
-        distinct = Rows(tokens.map(), offsets.map())
-    return _Merged(
-        distinct, lcps.map(), [spool.map() for spool in values], None if items == keys_so_far else starts.map()
-    )
+    rows = Rows(tokens.map(), None if offsets is None else offsets.map(), width=stored.width)
+    distinct = Distinct(rows, None, None if items == keys_so_far else starts.map(), lcps.map())
+    return distinct, [spool.map() for spool in values]
 
 
 def _gather(
-    stored: Stored, merged: _Merged, members: NDArray[np.uint32], folder: Path, progress: Progress
-) -> tuple[Keys, NDArray[np.uint8] | None]:
+    stored: Stored, of_rows: list[pa.Array], row_starts: NDArray[np.uint32] | None, members: NDArray[np.uint32],
+    folder: Path, progress: Progress,
+) -> tuple[Keys, NDArray[np.uint8] | None]:  # fmt: skip
     """Return the keys of these rows and the section of their attributes, in files; both are read in order."""
     kind = stored.key_type or pa.int64()
     keys, starts, total = ArraySpool(folder, kind), Spool(folder, np.uint32), 0
     stream = nameless_file(folder)
     writer = Writer(pa.PythonFile(stream, "w"), stored.columns) if stored.columns else None
     for start in range(0, len(members), _BATCH_KEYS):
-        places, begins = in_item_order(members[start : start + _BATCH_KEYS], merged.starts)
-        values = [array.take(pa.array(places)) for array in merged.values]
+        places, begins = in_item_order(members[start : start + _BATCH_KEYS], row_starts)
+        values = [array.take(pa.array(places)) for array in of_rows]
         keys.append(values[0].cast(kind))
         if writer is not None:
             writer.append(pa.table(values[1:], [column.name for column in stored.columns]))
@@ -267,7 +259,7 @@ def _gather(
             starts.append(begins[:-1] + np.uint32(total))
             total += len(places)
         progress("building", 0.5 + 0.5 * start / len(members))
-    if merged.starts is not None:
+    if row_starts is not None:
         starts.append(np.array([total]))
     section = None
     with stream:
@@ -275,7 +267,64 @@ def _gather(
             writer.close()
             stream.flush()
             section = np.asarray(np.memmap(stream, np.uint8, "r"))
-    return Keys(keys.map(), None if merged.starts is None else starts.map()), section
+    return Keys(keys.map(), None if row_starts is None else starts.map()), section
+
+
+class _Words:
+    """Integers of 64 bits. A token is stored as its id plus one, the first highest; 0 follows the last."""
+
+    def __init__(self, highest: int, longest: int, width: int) -> None:
+        self._bits = (highest + 1).bit_length()
+        self._tokens = 64 // self._bits  # in a word
+        self._dtype, self._longest, self._width = token_dtype(highest), longest, width
+        self.fields = [(f"word{i}", pa.uint64()) for i in range(-(-longest // self._tokens))]
+
+    def encode(self, rows: Rows) -> list[pa.Array]:
+        members, starts = np.arange(len(rows), dtype=np.uint32), range(0, self._longest, self._tokens)
+        pack = partial(pack_keys, *rows.cells, members)
+        return [pa.array(pack(start, self._tokens, self._bits, 0)) for start in starts]
+
+    def decode(self, batch: pa.RecordBatch) -> Rows:
+        words = np.stack([batch.column(name).to_numpy() for name, _ in self.fields])
+        tokens = np.empty(len(batch) * self._longest, self._dtype)
+        offsets = np.zeros(len(batch) + 1, np.int64)
+        _unpack(words, self._tokens, self._bits, tokens, offsets)
+        return Rows(tokens, width=self._width) if self._width else Rows(tokens[: offsets[-1]], offsets)
+
+
+class _Bytes:
+    """A string of bytes: the token ids in big-endian order."""
+
+    def __init__(self, highest: int) -> None:
+        self.fields = [("bytes", pa.large_binary())]
+        self._dtype = np.dtype(token_dtype(highest))
+
+    def encode(self, rows: Rows) -> list[pa.Array]:
+        text = pa.py_buffer(rows.tokens.astype(self._dtype.newbyteorder(">")))
+        offsets = pa.py_buffer(rows.offsets * self._dtype.itemsize)
+        return [pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(rows), [None, offsets, text])]
+
+    def decode(self, batch: pa.RecordBatch) -> Rows:
+        strings = batch.column("bytes").cast(pa.large_binary())
+        _, offsets, text = strings.buffers()
+        offsets = np.frombuffer(offsets, np.int64, len(strings) + 1, strings.offset * 8)
+        tokens = np.frombuffer(text, np.uint8)[offsets[0] : offsets[-1]].view(self._dtype.newbyteorder(">"))
+        return Rows(tokens.astype(self._dtype), (offsets - offsets[0]) // self._dtype.itemsize)
+
+
+@compiled
+def _unpack(words, count, bits, tokens, offsets):  # type: ignore[no-untyped-def]
+    """Fill tokens and offsets (from 1 on) with what `pack_keys` has packed: words [words, rows]."""
+    mask = (np.uint64(1) << np.uint64(bits)) - np.uint64(1)
+    at = 0
+    for i in range(words.shape[1]):
+        for word in range(words.shape[0]):
+            for k in range(count - 1, -1, -1):
+                token = (words[word, i] >> np.uint64(bits * k)) & mask
+                if token:
+                    tokens[at] = token - np.uint64(1)
+                    at += 1
+        offsets[i + 1] = at
 
 
 def available_memory(system: Path = Path("/")) -> int:

@@ -4,32 +4,24 @@ import os
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from itemset.errors import Faults, ItemSetError
 from itemset.text import Escape, Lossy, encode, encode_pieces
-from itemset.trie.rows import Rows, as_rows
+from itemset.trie.rows import Rows, as_rows, joined
 
 
 @dataclass(frozen=True)
 class Items:
-    """Consecutive items, N of them: either `texts` or `tokens`, the other is None.
+    """Consecutive items, N of them: either `texts` or `tokens`, the other is None."""
 
-    texts: N strings, or N lists of strings that are a token each. tokens: N rows of token ids. keys: int64 or
-    large_string array [N], None if no key was asked for. attributes: a table of N rows, None if none were asked for.
-    done: share of all files up to the last of these items. place, first: what errors call the items, and the number of
-    the first.
-    """
-
-    texts: list[str] | list[list[str]] | None = None
+    texts: list[str] | list[list[str]] | None = None  # N strings, or N lists of strings that are a token each
     tokens: Rows | None = None
-    keys: pa.Array | None = None
-    attributes: pa.Table | None = None
-    done: float = 1.0
-    place: str = "item {}"
-    first: int = 0
+    keys: pa.Array | None = None  # [N] int64 or large_string, None if no key was asked for
+    attributes: pa.Table | None = None  # N rows, None if none were asked for
+    done: float = 1.0  # share of all files up to the last of these items
+    place: str = "item {}"  # what errors call them
+    first: int = 0  # number of the first
 
     def __len__(self) -> int:
         items = self.tokens if self.texts is None else self.texts
@@ -38,16 +30,13 @@ class Items:
 
 @dataclass(frozen=True)
 class Encoding:
-    """How items become token ids: options of `build` (token ids) and `build_text` (texts).
-
-    keep_text: whether the texts, as they are given, are the keys.
-    """
+    """How items become token ids: options of `build` (token ids) and `build_text` (texts)."""
 
     tokenizer: Any = None
     prefix: str = ""
     escape: Escape | None = None
     vocab_size: int | None = None
-    keep_text: bool = False
+    keep_text: bool = False  # whether the texts, as they are given, are the keys
 
     @property
     def limit(self) -> int | None:
@@ -99,13 +88,4 @@ def joined_items(parts: list[Items]) -> Items:
     if parts[0].texts is not None:
         texts: Any = [text for part in parts for text in part.texts or ()]
         return Items(texts, None, keys, attributes)
-    rows = [part.tokens for part in parts if part.tokens is not None]
-    lengths = np.concatenate([np.diff(one.offsets) for one in rows])
-    return Items(None, rows_of(np.concatenate([one.tokens for one in rows]), lengths), keys, attributes)
-
-
-def rows_of(tokens: NDArray[Any], lengths: NDArray[np.int64]) -> Rows:
-    """Return N items of these lengths, whose tokens stand one after another."""
-    if lengths[0] and (lengths == lengths[0]).all():
-        return Rows(tokens, width=int(lengths[0]))
-    return Rows(tokens, np.append(0, np.cumsum(lengths)))
+    return Items(None, joined([part.tokens for part in parts if part.tokens is not None]), keys, attributes)

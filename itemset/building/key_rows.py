@@ -16,16 +16,13 @@ from itemset.trie.attributes import as_attributes, kind_of
 
 
 class Changes(NamedTuple):
-    """How many keys are gone, new, changed (another item, other attributes) and the same; of items without keys, items.
-
-    notes: what else differs: attributes that are new or gone, and types.
-    """
+    """How many keys are gone, new, changed (another item or attributes) and the same; of items without keys, items."""
 
     gone: int
     new: int
     changed: int
     same: int
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # what else differs: attributes that are new or gone, and types
 
     def __str__(self) -> str:
         counts = f"{self.gone:,} gone, {self.new:,} new, {self.changed:,} changed, {self.same:,} the same"

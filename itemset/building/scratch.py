@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from itemset.building.items import Items
 from itemset.building.streams import format_of
 from itemset.errors import ItemSetError
-from itemset.storage import SourceFile, files_at
+from itemset.storage import PathLike, SourceFile, files_at
 from itemset.trie.attributes import Column, packed
 from itemset.trie.keys import values_to_sections
 from itemset.trie.rows import MAX_ITEM_TOKENS, Rows, as_rows
@@ -140,10 +140,7 @@ def _bits(values: NDArray[np.uint8]) -> pa.Buffer:
 
 
 ROW = pa.uint32()  # keys if none are given
-
-
-Batch = tuple[Rows, list[pa.Array]]
-"""Consecutive items, and their values: their keys, and each of their attributes as `Column.pack` returns it."""
+Batch = tuple[Rows, list[pa.Array]]  # consecutive items, their keys, and each attribute as `Column.pack` returns it
 
 
 def can_read_twice(files: Sequence[SourceFile]) -> bool:
@@ -153,23 +150,19 @@ def can_read_twice(files: Sequence[SourceFile]) -> bool:
 
 @dataclass
 class Stored:
-    """All items of the source, checked, with keys and attributes: batch by batch in a file without a name.
-
-    again: reads the source once more instead, if that is as fast. files: its files, as they were at first.
-    columns: how the attributes are to be stored, known after the last batch.
-    """
+    """All items of the source, checked, with keys and attributes: batch by batch in a file without a name."""
 
     file: IO[bytes]
     vocab_size: int | None
-    path: str | os.PathLike[str]
-    files: list[SourceFile]
-    again: Callable[[], Generator[Items]] | None = None
+    path: PathLike
+    files: list[SourceFile]  # as they were at first
+    again: Callable[[], Generator[Items]] | None = None  # reads the source once more instead, if that is as fast
     key_type: Any = None
     items: int = 0
     highest: int = 0
     shortest: int = MAX_ITEM_TOKENS
     longest: int = 0
-    columns: Sequence[Column] = ()
+    columns: Sequence[Column] = ()  # how the attributes are to be stored, known after the last batch
 
     @property
     def width(self) -> int:

@@ -66,11 +66,11 @@ def batches(
     """Read files as `read` does, some megabytes at a time: for more than fits in memory."""
     files, rows, before, first, faults = files_of(path), 0, 0, None, Faults()
     total, attributes = sum(file.size for file in files) or 1, list(dict.fromkeys(attributes))
-    table, tabular = None, is_tabular(files[0], dialect)
-    if not tabular and (column is not None or key is not None or attributes):
+    table = Table(column, key, attributes, keys_only) if is_tabular(files[0], dialect) else None
+    if table is not None:
+        table.judge(path, files, dialect)
+    elif column is not None or key is not None or attributes:
         raise ItemSetError(f"{files[0]}: a {format_of(files[0])} file has no columns, omit column, key and attributes")
-    if tabular:
-        table = Table.judged(path, files, column, key, attributes, dialect, keys_only)
     for file in files:
         with guarded(file):
             for items in table.items(file, faults) if table else _PLAIN[format_of(file)](file, dialect, faults):
@@ -170,5 +170,4 @@ def _map_npy(file: SourceFile) -> NDArray[Any]:
 
 
 _PLAIN: dict[str, Callable[[SourceFile, Dialect, Faults], Iterator[Items]]] = {".txt": _read_txt, ".npy": _read_npy}
-SUFFIXES = (*_PLAIN, *READERS)
-"""Of the files that are read."""
+SUFFIXES = (*_PLAIN, *READERS)  # of the files that are read

@@ -31,22 +31,15 @@ FORMAT, VERSION = "itemset draft head", "1"
 
 
 class DraftHead(nn.Module):
-    """Drafts the tokens of items from the hidden states of one pass.
-
-    levels: tokens that it drafts, the L above. row_size: numbers that a beam has at once.
-    codes: per level, the token ids that may stand there: ascending, int64 [T_l]. All others have probability zero.
-    placeholders: the L token ids that stand after a prompt.
-    hidden_size, vocab_size: of the model.
-    tokenizer: of the model, if it is known.
-    name: what errors call the head.
-    """
+    """Drafts the tokens of items from the hidden states of one pass: `levels` tokens, the L above."""
 
     def __init__(
         self, codes: Sequence[Any], placeholders: Sequence[int], *, hidden_size: int, vocab_size: int,
         tokenizer: TokenizerId | None = None, name: str = "the draft head",
     ) -> None:  # fmt: skip
-        """codes: per level, token ids in any order. Raises ItemSetError for ids outside the vocabulary, or if there are
-        not as many placeholders as levels."""
+        """codes: per level, token ids in any order. placeholders: the L token ids that stand after a prompt.
+        hidden_size, vocab_size, tokenizer: of the model, the last if it is known. name: what errors call the head.
+        Raises ItemSetError for ids outside the vocabulary, or if there are not as many placeholders as levels."""
         super().__init__()
         self.name, self.hidden_size, self.vocab_size, self.tokenizer = name, hidden_size, vocab_size, tokenizer
         self.placeholders = tuple(int(token) for token in placeholders)
@@ -61,7 +54,8 @@ class DraftHead(nn.Module):
                     f"{name} has a level without codes, or {what} outside the vocabulary of {vocab_size:,} tokens: "
                     "give the token ids of the model's own tokenizer"
                 )
-        self.levels, self.row_size = len(rows), max(hidden_size, 1 + max(map(len, rows)))
+        self.levels = len(rows)
+        self.row_size = max(hidden_size, 1 + max(map(len, rows)))  # numbers that a beam has at once
         for level, row in enumerate(rows):
             self.register_buffer(f"codes_{level}", row)
         # The last level's token is followed by nothing: no embedding and no transition of it.
@@ -71,6 +65,7 @@ class DraftHead(nn.Module):
 
     @property
     def codes(self) -> list[Tensor]:
+        """Return the token ids that may stand at each level, int64 [T_l], ascending: others have probability zero."""
         return [self.get_buffer(f"codes_{level}") for level in range(self.levels)]
 
     def code_logits(self, level: int, hidden: Tensor, state: Tensor) -> Tensor:
@@ -115,12 +110,12 @@ class DraftHead(nn.Module):
                 f"{self.name} was trained with the tokenizer {own_one}, not with this one ({fingerprint[:12]}): {mend}"
             )
 
-    def check_set(self, item_set: ItemSet, called: str = "the item set") -> None:
+    def check_set(self, item_set: ItemSet) -> None:
         """Raise ItemSetError unless the head can draft all items of a set, as far as their lengths tell."""
         if item_set.longest > self.levels:
             raise ItemSetError(
-                f"{self.name} drafts {self.levels} tokens, and {called} has an item of {item_set.longest}: train a "
-                f"head of {item_set.longest} levels, or build the set without longer items"
+                f"{self.name} drafts {self.levels} tokens, and the item set has an item of {item_set.longest}: train "
+                f"a head of {item_set.longest} levels, or build the set without longer items"
             )
         self.check(fingerprint=None if item_set.tokenizer is None else item_set.tokenizer.fingerprint)
 

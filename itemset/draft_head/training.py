@@ -23,13 +23,12 @@ Items = Sequence[Sequence[int]]
 
 
 class Schedule(NamedTuple):
-    """window: items of a history that a row holds, the last one's own among them. batch: rows of a step. seed: of the
-    head's weights, and of what is chosen for the rows."""
+    """How long a head is trained, and with what."""
 
-    window: int = 21
+    window: int = 21  # items of a history that a row holds, the last one's own among them
     steps: int = 600
-    batch: int = 24
-    seed: int = 0
+    batch: int = 24  # rows of a step
+    seed: int = 0  # of the head's weights, and of what is chosen for the rows
 
 
 def train_head(

@@ -61,22 +61,18 @@ class _Matcher:
 
 @dataclass(slots=True, eq=False)
 class _Thread:
-    """One reading: outside of all holes, or in one, at a state of its items. Immutable but for `open`.
-
-    given: by group, what is left of its items. found: the items before the last, and the last; None without any.
-    depth: of its matcher, here. open: those that begin a hole here, which are found when they are asked for.
-    """
+    """One reading: outside of all holes, or in one, at a state of its items. Immutable but for `open`."""
 
     matcher: _Matcher
-    given: dict[int, Items]
-    found: tuple[Any, Found] | None
+    given: dict[int | None, Items]  # by group, what is left of its items
+    found: tuple[Any, Found] | None  # the items before the last, and the last; None without any
     hole: int = -1
     items: Any = None  # Items, in a hole
     begin: int = 0
     state: int = 0
     path: tuple[int, ...] = ()
-    depth: int = field(init=False)
-    open: "list[_Thread] | None" = field(default=None, init=False)
+    depth: int = field(init=False)  # of its matcher, here
+    open: "list[_Thread] | None" = field(default=None, init=False)  # those that begin a hole here, once looked for
 
     def __post_init__(self) -> None:
         self.depth = self.matcher.depth
@@ -89,16 +85,12 @@ class Composite:
     """One request's place in a grammar with holes."""
 
     def __init__(
-        self,
-        vocabulary: Vocabulary,
-        compiled: xgrammar.CompiledGrammar,
-        holes: Sequence[Hole],
+        self, vocabulary: Vocabulary, compiled: xgrammar.CompiledGrammar, holes: Sequence[Hole],
         stop_token_ids: Iterable[int] = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         """stop_token_ids: the request's; by default those of the tokenizer."""
         self._vocabulary, self._holes = vocabulary, holes
-        stops = sorted(stop_token_ids) or None
-        matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=stops)
+        matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=sorted(stop_token_ids) or None)
         self._stops = frozenset(matcher.stop_token_ids)
         self._history = [[_Thread(_Matcher(matcher), {}, None)]]
         self._read = [0]  # bytes of the text so far, after each token
@@ -229,8 +221,7 @@ class Composite:
         return _Thread(matcher, given, (thread.found, Found(thread.hole, path, thread.begin, end)))
 
     def _open(self, thread: _Thread) -> list[_Thread]:
-        """Return the beginnings of holes that may stand here: those whose id the matcher takes, unless it takes any
-        id."""
+        """Return the beginnings of holes that may stand here: whose id the matcher takes, unless it takes any id."""
         if thread.open is None:
             first, matcher = self._vocabulary.first, thread.matcher
             taken = [(number, hole) for number, hole in enumerate(self._holes) if matcher.takes(first + number)]
@@ -238,9 +229,7 @@ class Composite:
                 taken = []
             thread.open = []
             for number, hole in taken:
-                items = hole.items
-                if hole.group is not None and not hole.begins:
-                    items = thread.given.get(hole.group, items)
+                items = hole.items if hole.begins else thread.given.get(hole.group, hole.items)
                 thread.open.append(replace(thread, hole=number, items=items, begin=self._read[-1]))
         return thread.open
 

@@ -19,36 +19,31 @@ from itemset.item_set import ItemSet, build
 from itemset.masking import host
 from itemset.masking.host import Walk
 from itemset.trie.pointers import compiled
-from itemset.trie.walk import DEAD, END
+from itemset.trie.walk import END
 
 Made = TypeVar("Made")
 
-HOLES = 31
-"""Holes of one grammar. One id more is the decoy, which no grammar names."""
+HOLES = 31  # of one grammar; one id more is the decoy, which no grammar names
 
 _NAMES_TOKENS = re.compile(r"(?<!\w)(ExcludeToken|TokenTagDispatch|Token\(\s*(?:\d+\s*,\s*)*\d+)")
 
 
 @dataclass(eq=False)
 class Bridges:
-    """Tokens that are the last token of an item and the text that closes it: `)",` is `)` and `",`.
+    """Tokens that are the last token of an item and the text that closes it: `)",` is `)` and `",`."""
 
-    by_last: of each token that may be the item's last, the bridges with the text after it.
-    by_token: of each bridge, its last tokens with the text after them. last: a bit for each key of `by_last`,
-        [ceil(vocabulary / 32)] uint32. alone: of a text after a last token, the token that it is, if there is one.
-    """
-
-    last: NDArray[np.uint32]
+    last: NDArray[np.uint32]  # [ceil(vocabulary / 32)], a bit for each key of `by_last`
+    # Of each token that may be an item's last, the bridges, and of each bridge these, with the text after the last.
     by_last: dict[int, list[tuple[int, bytes]]] = field(default_factory=dict)
     by_token: dict[int, list[tuple[int, bytes]]] = field(default_factory=dict)
-    alone: dict[bytes, int] = field(default_factory=dict)
+    alone: dict[bytes, int] = field(default_factory=dict)  # of such texts, the token that one is, if there is one
 
 
 class Vocabulary:
     """One of each process. Safe for threads."""
 
-    def __init__(self, info: xgrammar.TokenizerInfo, threads: int = 2) -> None:
-        """info: of the model's tokenizer, its size that of the model's logits. threads: of one compilation."""
+    def __init__(self, info: xgrammar.TokenizerInfo) -> None:
+        """info: of the model's tokenizer, its size that of the model's logits."""
         self._lock = threading.Lock()
         self.bytes: list[bytes] = list(info.decoded_vocab)
         """What each token adds to a text; of a special token, whatever xgrammar takes it for."""
@@ -59,17 +54,12 @@ class Vocabulary:
         self._special = {*info.stop_token_ids, *info.special_token_ids}
         padded = [*self.bytes, *[b""] * (self.first - self.size)]
         padded += [b"\xff" + bytes([0xF8, 0x80 + i]) for i in range(HOLES + 1)]
-        longer = xgrammar.TokenizerInfo(
-            padded,
-            xgrammar.VocabType.RAW,
-            vocab_size=len(padded),
-            stop_token_ids=info.stop_token_ids,
-            add_prefix_space=info.add_prefix_space,
-        )
+        stops, space = info.stop_token_ids, info.add_prefix_space
+        longer = xgrammar.TokenizerInfo(padded, stop_token_ids=stops, add_prefix_space=space)
         # The rules' cache of xgrammar 0.2 forgets the ids of Token() and hands out the masks of another grammar's rule.
         # Holes are asked by `accept_token` and never read off a mask; grammars with a model's own ids go without it.
-        self._cached = xgrammar.GrammarCompiler(longer, max_threads=threads, cache_limit_bytes=64 << 20)
-        self._exact = xgrammar.GrammarCompiler(longer, max_threads=threads, cache_enabled=False)
+        self._cached = xgrammar.GrammarCompiler(longer, max_threads=2, cache_limit_bytes=64 << 20)
+        self._exact = xgrammar.GrammarCompiler(longer, max_threads=2, cache_enabled=False)
 
     def compile(self, grammar: str) -> xgrammar.CompiledGrammar:
         """Compile a grammar in xgrammar's EBNF, in which `Token(first + k)` is hole k. Raises RuntimeError."""
@@ -127,29 +117,21 @@ _REMEMBERED = 1 << 12  # states of a set whose bridges are kept
 
 
 class Closing:
-    """The bridges that a state may leave its hole by, if the grammar takes what is more of them.
-
-    others: those of which what is more is no token of its own.
-    """
-
-    __slots__ = ("_each", "_lasts", "_rests", "_tokens", "others")
+    """The bridges that a state may leave its hole by, if the grammar takes what is more of them."""
 
     def __init__(self, bridges: Iterable[tuple[int, int, bytes]], alone: dict[bytes, int]) -> None:
         """bridges: of each an item's last token, the token that is it and more, and the text of what is more."""
         self._each = list(bridges)
         known = [(last, token, alone[rest]) for last, token, rest in self._each if rest in alone]
         self._lasts, self._tokens, self._rests = np.array(known, np.int64).reshape(-1, 3).T.copy()
-        self.others = [one for one in self._each if one[2] not in alone]
+        self.others = [one for one in self._each if one[2] not in alone]  # what is more is no token of its own
 
     def without(self, lasts: set[int], alone: dict[bytes, int]) -> "Closing":
         """Return those with other last tokens."""
         return Closing((one for one in self._each if one[0] not in lasts), alone)
 
     def let_in(self, after: NDArray[np.int32], inside: NDArray[np.int32], row: NDArray[np.int32]) -> None:
-        """Set the bits of those bridges in `row` whose rest may come `after` the hole, and their last token `inside`.
-
-        Each is a bitmask, [ceil(vocabulary / 32)].
-        """
+        """Set in `row` the bridges whose rest may come `after` the hole, and their last token `inside`: bitmasks."""
         _let_in(self._lasts, self._tokens, self._rests, after, inside, row)
 
 
@@ -182,16 +164,13 @@ class Items(Walk):
         return left
 
     def closing(self, state: int, bridges: Bridges) -> Closing | None:
-        """Return the bridges over an item's end that may begin in this state, None if there are none.
-
-        That their last token may follow is for the state's mask to say.
-        """
+        """Return the bridges over an item's end in this state, None if there are none. Its mask limits them further."""
         if (of_all := (self._all or self)._closing_of_all(state, bridges)) is None:
             return None
         closing, longer = of_all
         if self._all is None or not longer:
             return closing
-        given = {t for t in longer if (after := self.step(state, t)) == DEAD or not self.ends(after)}
+        given = {t for t in longer if not self.ends(self.step(state, t))}
         return closing.without(given, bridges.alone) if given else closing
 
     def _closing_of_all(self, state: int, bridges: Bridges) -> _OfState:
@@ -199,16 +178,12 @@ class Items(Walk):
         key = (state, bridges)
         if (known := self._closing.get(key)) is not None or key in self._closing:
             return known
-        row, lasts = np.empty(len(bridges.last), np.int32), list[int]()
+        row = np.empty(len(bridges.last), np.int32)
         self.fill(state, row)
         words = row.view(np.uint32) & bridges.last
-        for word in np.flatnonzero(words).tolist():
-            bits = int(words[word])
-            while bits:
-                token = word << 5 | (bits & -bits).bit_length() - 1
-                if (after := self.step(state, token)) != DEAD and self.ends(after):
-                    lasts.append(token)
-                bits &= bits - 1
+        at = np.flatnonzero(words)
+        of, place = np.unpackbits(words[at].view(np.uint8), bitorder="little").reshape(-1, 32).nonzero()
+        lasts = [last for last in (at[of] << 5 | place).tolist() if self.ends(self.step(state, last))]
         if len(self._closing) >= _REMEMBERED:
             self._closing.clear()
         closing = Closing(((last, *one) for last in lasts for one in bridges.by_last[last]), bridges.alone)
@@ -227,13 +202,9 @@ def warm_up() -> None:
 
 @dataclass(frozen=True)
 class Hole:
-    """One hole of a grammar.
-
-    bridges: over what follows it, None if that is not known. group: holes of one group give distinct items. begins: it
-    is the first of its group, in which all items may come anew.
-    """
+    """One hole of a grammar."""
 
     items: Items
-    bridges: Bridges | None = None
-    group: int | None = None
-    begins: bool = False
+    bridges: Bridges | None = None  # over what follows it, None if that is not known
+    group: int | None = None  # holes of one group give distinct items
+    begins: bool = False  # it is the first of its group, in which all items may come anew

@@ -9,31 +9,21 @@ from typing import Any
 from itemset.errors import ItemSetError
 from itemset.select.filters import digits
 
-WORD = "item_set"
-"""The keyword of a JSON schema, the type of a structural tag's content, and of it the set."""
-SELECTION = ("item_filter", "exclude_keys", "only_keys")
-"""What may stand beside it: which of its items, as in a request."""
-NAMED = ("properties", "patternProperties", "$defs", "definitions")
-"""Keywords of JSON schemas under which names stand, not keywords."""
-NO_SCHEMAS = {"const", "enum", "default", "examples"}
-"""Keywords under which anything may stand."""
-EBNF_SET = re.compile(r"(?<![\w.-])[Ii]tem_?[Ss]ets?\s*\(")
-"""A set in a grammar, rightly or nearly."""
+WORD = "item_set"  # the keyword of a JSON schema, the type of a structural tag's content, and of it the set
+SELECTION = ("item_filter", "exclude_keys", "only_keys")  # may stand beside it: which of its items, as in a request
+NAMED = ("properties", "patternProperties", "$defs", "definitions")  # keywords of JSON schemas with names below them
+NO_SCHEMAS = {"const", "enum", "default", "examples"}  # keywords under which anything may stand
+EBNF_SET = re.compile(r"(?<![\w.-])[Ii]tem_?[Ss]ets?\s*\(")  # a set in a grammar, rightly or nearly
 NO_SPACE = (
     "may not end in a space, which belongs to the first token of an item: omit it, and build the set with --prefix ' '"
 )
 REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
-PLACES = 1_000
-"""Places of one constraint, each reference counted as one; each takes its time."""
-TEXT = 1 << 20
-"""Characters of one constraint, lists of texts and keys among them."""
-SETS, REFERRING, ANY = 1, 2, 3
-"""What may stand in a part of a constraint: item sets, references, either."""
-_DEEPEST = 128
-"""Levels of a constraint with item sets: what is deeper would end in a stack that overflows, xgrammar's or Python's."""
+PLACES = 1_000  # of one constraint, each reference counted as one; each takes its time
+TEXT = 1 << 20  # characters of one constraint, lists of texts and keys among them
+SETS, REFERRING, ANY = 1, 2, 3  # what may stand in a part of a constraint: item sets, references, either
+_DEEPEST = 128  # levels of a constraint with item sets: deeper ones would overflow a stack, xgrammar's or Python's
 _ESCAPED = {r"\n": "\n", r"\r": "\r", r"\t": "\t"}  # in literals of xgrammar's, where any character may be escaped
-_CLOSERS = 16
-"""Bytes after a hole over which bridges are looked for: each takes a pass over the vocabulary, and more is no JSON."""
+_CLOSERS = 16  # bytes after a hole that bridges are looked for over: each takes a pass, and more is no JSON
 _WRITTEN = re.compile(r"items?[-_ ]?sets?")
 
 
@@ -76,8 +66,7 @@ class Survey:
         return holding
 
     def holds(self, node: Any, what: int) -> bool:
-        """Return whether sets or references stand anywhere in a part of the constraint. what: SETS, REFERRING or
-        ANY."""
+        """Return whether sets or references stand anywhere in a part. what: SETS, REFERRING or ANY."""
         return bool(self._holding.get(id(node), 0) & what)
 
 
@@ -118,20 +107,15 @@ def _too_deep() -> ItemSetError:
 
 @dataclass(frozen=True)
 class Place:
-    """One place of an item set.
+    """One place of an item set."""
 
-    path: for people, such as `$.properties.film`. named: the set's name, or the texts of an inline one. selection:
-    which of its items. group, begins: as of `holes.Hole`. closers: what may come right after it, as far as its place
-    says that. quoted: whether it is inside a JSON string; known once it is placed.
-    """
-
-    path: str
-    named: str | list[Any]
-    selection: Mapping[str, Any] = field(default_factory=dict)
-    group: int | None = None
+    path: str  # for people, such as `$.properties.film`
+    named: str | list[Any]  # the set's name, or the texts of an inline one
+    selection: Mapping[str, Any] = field(default_factory=dict)  # which of its items
+    group: int | None = None  # as of `holes.Hole`, and so is `begins`
     begins: bool = False
-    closers: str = ""
-    quoted: bool = False
+    closers: str = ""  # what may come right after it, as far as its place says that
+    quoted: bool = False  # whether it is inside a JSON string; known once it is placed
 
     @property
     def asks(self) -> tuple[str | tuple[str, ...], str, bool]:
@@ -142,17 +126,13 @@ class Place:
 
 @dataclass(frozen=True)
 class Marked:
-    """A grammar as xgrammar prints it, with marks in it.
+    """A grammar as xgrammar prints it, with marks in it."""
 
-    spec: what it was made of, with marks in place of the sets. mark: finds them, and their numbers. hole_of: of each
-    number that of its hole in `holes`.
-    """
-
-    spec: str
+    spec: str  # what it was made of, with marks in place of the sets
     grammar: str
-    mark: re.Pattern[str]
+    mark: re.Pattern[str]  # finds them, and their numbers
     holes: list[Place]
-    hole_of: Mapping[int, int]
+    hole_of: Mapping[int, int]  # of each number, that of its hole in `holes`
 
     def ebnf(self, first: int) -> str:
         """Return the grammar in which hole k is the token `first + k`."""

@@ -32,13 +32,11 @@ _UNREAD = (
 # What is not closed goes on to its line's end: to look for that from each of many brackets would take the square.
 _EBNF = re.compile(r'"(?:[^"\\\n]|\\.)*"?|\[(?:[^\]\\\n]|\\.)*\]?|#[^\n]*|//[^\n]*|(?<![\w.-])ItemSet\s*\(\s*')
 _SLATE = 'such as {"item_set": "films", "n": 5, "separator": "\\n"}'
-GRAMMAR = 1 << 18
-"""Characters of the grammar that xgrammar makes of it, with marks in place of the sets."""
+GRAMMAR = 1 << 18  # characters of the grammar that xgrammar makes of it, with marks in place of the sets
 
 
 def mentions(spec: Any) -> bool:
-    """Return whether a constraint may hold item sets, rightly or not: cheap, and never wrong about one that does
-    not."""
+    """Return whether a constraint may hold item sets, rightly or not: cheap, and a no is never wrong."""
     try:
         text = spec if isinstance(spec, str) else json.dumps(spec, ensure_ascii=False)
     except RecursionError:
@@ -66,10 +64,7 @@ class Marker:
         return bool(self._places)
 
     def schema(self, given: Any, **options: Any) -> Marked | None:
-        """Mark a JSON schema: an object, or its text. options: of `xgrammar.Grammar.from_json_schema`.
-
-        Returns None if no item set stands in it.
-        """
+        """Mark a JSON schema, an object or its text; None without a set. options: of xgrammar's `from_json_schema`."""
         schema = self._parsed(given)
         spec = json.dumps(self._whole_schema(schema, "$"))
         return self._placed(spec, lambda: xgrammar.Grammar.from_json_schema(spec, **options), schema)

@@ -191,7 +191,7 @@ def tempered(base: ItemSet, temperature: float, boost: float = 1.0) -> ItemSet:
     tables, whole = base.trie.tables, base.whole
     values = np.zeros(len(whole), np.float32)
     if base.is_steered:
-        each = boosts_of(tables, whole.trie.tables, whole._terminal_rank, np.arange(len(whole)))
+        each = boosts_of(tables, whole.trie.tables, np.arange(len(whole)))
         values = (boost / temperature * each).astype(np.float32)
     made = _with_potential(base, potentials(tables, whole.trie.tables, values, 1 - 1 / temperature))
     made.temperature = temperature
@@ -223,7 +223,7 @@ def boosted_by_keys(base: ItemSet, boost_keys: Mapping[Any, float]) -> ItemSet:
         sums[~base._keys.passes(theirs)] = -np.inf
         assert begins is not None
         values = np.maximum.reduceat(sums, begins[:-1].astype(np.int64))
-    found = boosted_of(whole.trie.tables, whole._terminal_rank, numbers, values.astype(np.float32))
+    found = boosted_of(whole.trie.tables, numbers, values.astype(np.float32))
     excludes = base.base is not None and base.own.keys() == {"dead"}
     own, below = (base.own, base.base) if excludes else ({}, base)
     return View(below or base, {**own, "boosted": found}, len(base), keys=base._keys)
@@ -250,7 +250,7 @@ def without(base: ItemSet, places: NDArray[np.int64]) -> ItemSet:
     test: Test = lambda at: before(at) & ~np.isin(at, places)  # noqa: E731
     keys = replace(base._keys, base=base._keys, test=test, own_bytes=places.nbytes)
     whole = base.whole
-    dead = dead_of(base.trie.tables, whole.trie.tables, whole._terminal_rank, numbers)
+    dead = dead_of(base.trie.tables, whole.trie.tables, numbers)
     below = base.base if base.base is not None and base.own.keys() == {"dead"} else base
     return View(below, {"dead": dead}, len(base) - len(numbers), keys=keys)
 
@@ -262,7 +262,7 @@ def only(base: ItemSet, places: NDArray[np.int64]) -> ItemSet:
     """
     _refuse_steered(base)
     whole, numbers = base.whole, base._keys.owners(places)
-    rows = items_at(whole.trie.tables, whole._terminal_rank, numbers, whole.longest)
+    rows = items_at(whole.trie.tables, numbers, whole.longest)
     made = built(sort_unique(as_rows(rows)), pa.array(places), None, base._origin)
     at = made.keys.to_numpy()
     chosen = ItemSet(

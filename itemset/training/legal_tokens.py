@@ -17,9 +17,8 @@ from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
 from itemset.trie.pointers import compiled, first_edge, label, pointers_at
 from itemset.trie.rows import MAX_TOKEN_ID
-from itemset.trie.walk import DEAD, END, TAIL, WAITING, advance, find_edge, is_alive, is_terminal, tail_token
+from itemset.trie.walk import DEAD, END, FREE, TAIL, WAITING, advance, find_edge, is_alive, is_terminal, tail_token
 
-_FREE = -1  # among states: a place without a constraint
 _PLACES = 256  # whose logits are computed in one product
 
 
@@ -27,17 +26,15 @@ _PLACES = 256  # whose logits are computed in one product
 class LegalTokens:
     """The legal tokens of a batch of token ids [B, T]: those of one place after the other, with no room between them.
 
-    shape: (B, T). places: [R], which of the B * T places have a constraint, ascending. counts: [R], legal tokens of
-    each. depths: [R], tokens of the item before each. tokens: [N], the sum of the counts. chosen: [R], where in
-    `tokens` the batch's own token stands. All on the CPU, int64: a collator may make it in a process of its own.
+    All on the CPU, int64: a collator may make it in a process of its own.
     """
 
-    shape: tuple[int, int]
-    places: Tensor
-    counts: Tensor
-    depths: Tensor
-    tokens: Tensor
-    chosen: Tensor
+    shape: tuple[int, int]  # (B, T)
+    places: Tensor  # [R], which of the B * T places have a constraint, ascending
+    counts: Tensor  # [R], legal tokens of each
+    depths: Tensor  # [R], tokens of the item before each
+    tokens: Tensor  # [N], the sum of the counts
+    chosen: Tensor  # [R], where in `tokens` the batch's own token stands
 
     @cached_property
     def owners(self) -> Tensor:
@@ -101,7 +98,7 @@ def legal_tokens(
     pointers = {id(one): one.trie.tables.pointers for one in sets}
     tables = np.array([pointers[id(one)] for one in sets], np.int64)
     stops = np.unique([stop_tokens] if isinstance(stop_tokens, int) else np.array(stop_tokens, np.int64))
-    states = np.full(tokens.shape, _FREE, np.int64)
+    states = np.full(tokens.shape, FREE, np.int64)
     bad = _walk(tables, stops, np.minimum(tokens, MAX_TOKEN_ID + 1), begin, end, states)
     if bad >= 0:
         row, column = divmod(int(bad), steps)
@@ -110,7 +107,7 @@ def legal_tokens(
             f"tokens of its item, which begins at {begin[row]}. Give the set and the version that the rollout had, as "
             "`starts` where its item begins, and as `lengths` its own tokens if it was cut or padded"
         )
-    places = np.flatnonzero(states != _FREE)
+    places = np.flatnonzero(states != FREE)
     counts, nothing = np.empty(len(places), np.int64), np.empty(0, np.int64)
     chosen = np.empty(len(places), np.int64)
     _list(tables, stops, tokens, states, places, counts, nothing, chosen)

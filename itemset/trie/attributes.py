@@ -150,14 +150,11 @@ def _plain_type(kind: Any) -> Any:
 
 @dataclass(frozen=True)
 class Column:
-    """How one attribute is stored.
-
-    plain: its type as `as_attributes` gives it. texts: its distinct texts, ascending, if they are stored as numbers.
-    """
+    """How one attribute is stored."""
 
     name: str
-    plain: Any
-    texts: pa.Array | None = None
+    plain: Any  # its type as `as_attributes` gives it
+    texts: pa.Array | None = None  # its distinct ones, ascending, if they are stored as numbers
 
     @property
     def type(self) -> Any:

@@ -152,10 +152,7 @@ def copy_into(path: str | os.PathLike[str], target: int) -> None:
 
 
 def read(path: str | os.PathLike[str], name: str = "") -> tuple[Header, dict[str, NDArray[Any]]]:
-    """Map the file into memory. name: what errors call it; its path by default.
-
-    Raises ItemSetError as `open_file` and `parse` do.
-    """
+    """Map the file into memory. name: for errors; its path by default. Raises as `open_file` and `parse` do."""
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
@@ -254,10 +251,7 @@ def pieces(array: NDArray[Any]) -> Iterator[memoryview]:
 def check(
     header: Header, arrays: dict[str, NDArray[Any]], name: str, on_read: Callable[[int], object] = lambda nbytes: None
 ) -> None:
-    """Compare every section with its checksum. Raises ItemSetError, which names the first that differs.
-
-    on_read: called with the bytes of each piece that was read.
-    """
+    """Raise ItemSetError for the first section that differs from its checksum. on_read: called with bytes read."""
     for section in header.sections:
         crc = 0
         for piece in pieces(arrays[section.name]):

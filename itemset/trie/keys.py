@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from itemset.errors import AGAIN, ItemSetError, shown
-from itemset.trie.pointers import compiled
+from itemset.trie.pointers import compiled, load8, load64
 
 KeyList = Iterable[int] | Iterable[str] | NDArray[Any]
 Test = Callable[[NDArray[Any]], NDArray[np.bool_]]  # which of these places pass
@@ -20,20 +20,14 @@ Test = Callable[[NDArray[Any]], NDArray[np.bool_]]  # which of these places pass
 
 @dataclass(frozen=True)
 class Keys:
-    """The keys of all items, in the order of the item numbers; those of one item in the order of the input.
+    """The keys of all items, in the order of the item numbers; those of one item in the order of the input."""
 
-    values: [K] int64 or large_string.
-    starts: [items + 1] uint32, where each item's keys begin in `values`; None if each item has one. A search in it
-        (`np.searchsorted`) with numbers of another type would copy it.
-    base, test: of a view, whose keys they are, and which places pass. own_bytes: what the test keeps.
-    """
+    values: pa.Array  # [K] int64 or large_string
+    starts: NDArray[np.uint32] | None = None  # [items + 1], where each item's begin; None if each item has one
 
-    values: pa.Array
-    starts: NDArray[np.uint32] | None = None
-
-    base: "Keys | None" = None
-    test: Test | None = None
-    own_bytes: int = 0
+    base: "Keys | None" = None  # of a view: whose keys they are
+    test: Test | None = None  # which places pass
+    own_bytes: int = 0  # what the test keeps
 
     def first(self, numbers: NDArray[np.int64]) -> NDArray[np.int64] | list[str]:
         """Return the first key of each of these items."""
@@ -72,7 +66,7 @@ class Keys:
         """Return the item of the key at each place."""
         if self.starts is None:
             return places
-        return np.searchsorted(self.starts, places.astype(np.uint32), side="right") - 1
+        return np.searchsorted(self.starts, places.astype(np.uint32), side="right") - 1  # other types would copy it
 
     def places_of(self, given: KeyList) -> NDArray[np.int64]:
         """Return every place in `values` of these keys, ascending. A key that is not there has none.
@@ -80,19 +74,20 @@ class Keys:
         Raises ItemSetError for keys of another type, or for one key in place of a list.
         """
         values = _as_keys_of(self.values, given)
-        found = _find(*self._index, *_columns(values), len(values)) if len(values) else []
+        if not len(values):
+            return np.zeros(0, np.int64)
+        found = _find(*_addresses(self.values), self._index, *_addresses(values), len(values))
         places = np.unique(np.array(found, np.int64))
         return places[self.passes(places)]
 
     @functools.cached_property
-    def _index(self) -> tuple[NDArray[np.int64], NDArray[np.uint8], NDArray[np.uint32]]:
+    def _index(self) -> NDArray[np.uint32]:
         """Return a hash table that finds keys, of 6 to 11 bytes a key. Making it takes 0.1 s for a million, once."""
         if self.base is not None:
             return self.base._index
-        numbers, text = _columns(self.values)
-        slots = np.zeros(1 << max(3, (len(numbers) * 4 // 3).bit_length()), np.uint32)
-        _insert(numbers, text, len(self.values), slots)
-        return numbers, text, slots
+        slots = np.zeros(1 << max(3, (len(self.values) * 4 // 3).bit_length()), np.uint32)
+        _insert(*_addresses(self.values), len(self.values), slots)
+        return slots
 
     def gone(self, removed: KeyList, *, missing_ok: bool) -> NDArray[np.bool_]:
         """Return which places hold a key that is removed.
@@ -283,16 +278,11 @@ def values_to_sections(keys: pa.Array) -> dict[str, NDArray[Any]]:
     return {"key_offsets": offsets - first if first else offsets, "key_text": text[first:end]}
 
 
-def _columns(keys: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
-    """Return integers and no text, or offsets and text; read-only, as a mapped file's are, for loops of one kind."""
-    columns = list(values_to_sections(keys).values())
-    if len(columns) == 1:
-        columns.append(np.zeros(0, np.uint8))
-    elif not len(columns[1]):  # without text, the offsets would be taken for integers
-        columns[1] = np.zeros(1, np.uint8)
-    numbers, text = (column.view() for column in columns)
-    numbers.flags.writeable = text.flags.writeable = False
-    return numbers, text
+def _addresses(keys: pa.Array) -> tuple[int, int]:
+    """Return where keys lie, for compiled loops: the integers and 0, or the offsets and the text."""
+    _, numbers, *text = keys.buffers()
+    there = text[0].address if text and text[0] else len(text)  # of empty strings alone, nothing is read there
+    return numbers.address + 8 * keys.offset, there
 
 
 @compiled
@@ -321,17 +311,12 @@ def _find(numbers, text, slots, given, given_text, count):  # type: ignore[no-un
 
 @compiled
 def _hash(numbers, text, i):  # type: ignore[no-untyped-def]
-    if not len(text):
-        return _mixed(np.uint64(numbers[i]))
-    value = np.uint64(numbers[i + 1] - numbers[i])
-    for k in range(numbers[i], numbers[i + 1]):
-        value = (value ^ np.uint64(text[k])) * np.uint64(0x100000001B3)
-    return _mixed(value)
-
-
-@compiled
-def _mixed(value):  # type: ignore[no-untyped-def]
-    """Spread the bits of a number: the finish of MurmurHash3."""
+    """Return a key's hash: its number, or its length and bytes, with the bits spread as MurmurHash3 does at its end."""
+    value = np.uint64(load64(numbers, i))
+    if text:
+        value = np.uint64(load64(numbers, i + 1)) - value
+        for k in range(load64(numbers, i), load64(numbers, i + 1)):
+            value = (value ^ np.uint64(load8(text, k))) * np.uint64(0x100000001B3)
     value = (value ^ (value >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
     value = (value ^ (value >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)
     return value ^ (value >> np.uint64(33))
@@ -339,12 +324,13 @@ def _mixed(value):  # type: ignore[no-untyped-def]
 
 @compiled
 def _equal(numbers, text, i, others, other_text, k):  # type: ignore[no-untyped-def]
-    if not len(text):
-        return numbers[i] == others[k]
-    length = numbers[i + 1] - numbers[i]
-    if others[k + 1] - others[k] != length:
+    begin, other = load64(numbers, i), load64(others, k)
+    if not text:
+        return begin == other
+    length = load64(numbers, i + 1) - begin
+    if load64(others, k + 1) - other != length:
         return False
     for j in range(length):  # noqa: SIM110 - compiled
-        if text[numbers[i] + j] != other_text[others[k] + j]:
+        if load8(text, begin + j) != load8(other_text, other + j):
             return False
     return True

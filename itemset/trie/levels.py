@@ -25,22 +25,15 @@ _SHARE = 8  # a whole set's may take eight times less than its tables. A view is
 
 @dataclass(frozen=True)
 class LevelPlan:
-    """How wide each level of a trie is, root first, and how long the tails after its edges are.
-
-    nodes: nodes of each level.
-    widest: per level [min(nodes, 4,096)] int64: children of the widest node, of the two widest together, and so on.
-    tails: per level, tokens of the longest tail after one of its edges.
-    tailed: per level, how many of its edges have a tail.
-    longest: tokens of the longest item.
-    spans: per level, the lowest and the highest token of its edges. Empty unless all items have one length: else a
-        level's nodes need end tokens, too.
-    """
+    """How wide each level of a trie is, root first, and how long the tails after its edges are."""
 
     nodes: tuple[int, ...]
+    # [min(nodes, 4,096)] each: children of the widest node, of the two widest together, and so on.
     widest: tuple[NDArray[np.int64], ...]
-    tails: tuple[int, ...]
-    tailed: tuple[int, ...]
-    longest: int
+    tails: tuple[int, ...]  # tokens of the longest tail after one of the level's edges
+    tailed: tuple[int, ...]  # edges that have a tail
+    longest: int  # tokens of the longest item
+    # The lowest and the highest token of the edges; empty if items differ in length, as nodes then need end tokens too.
     spans: tuple[tuple[int, int], ...] = ()
 
     @classmethod

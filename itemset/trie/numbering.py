@@ -14,34 +14,25 @@ from itemset.trie.targets import is_leaf, nodes_before
 from itemset.trie.walk import END, TAIL, advance, find_edge, follow, is_terminal, tail_token
 
 
-def numbers_of(tables: Tables, whole: Tables, terminal_rank: NDArray[np.uint32], rows: Rows) -> NDArray[np.int64]:
-    """Return the item number of each row [N], -1 if it is no item of the set or view.
-
-    tables: of the set or the view. whole, terminal_rank: of the whole set, which the numbers are of.
-    """
+def numbers_of(tables: Tables, whole: Tables, rows: Rows) -> NDArray[np.int64]:
+    """Return each row's item number in the whole set, [N], -1 if it is no item of the set or view of `tables`."""
     out = np.empty(len(rows), np.int64)
-    _numbers_of(tables.pointers, whole.pointers, terminal_rank, *rows.cells[:2], rows.offsets, out)
+    _numbers_of(tables.pointers, whole.pointers, whole.terminal_rank.ctypes.data, *rows.cells[:2], rows.offsets, out)
     return out
 
 
-def items_at(tables: Tables, terminal_rank: NDArray[np.uint32], numbers: NDArray[np.int64], longest: int) -> Rows:
+def items_at(tables: Tables, numbers: NDArray[np.int64], longest: int) -> Rows:
     """Return the tokens of the items with these numbers, each 0 .. items - 1.
 
     Raises ItemSetError if one has more than `longest` tokens, which only a damaged index does.
     """
-    tokens, offsets = _items_at(tables.pointers, terminal_rank, numbers, longest)
+    tokens, offsets = _items_at(tables.pointers, tables.terminal_rank.ctypes.data, numbers, longest)
     lengths = np.diff(offsets)
     if lengths.max(initial=0) > longest:
         raise ItemSetError(
             f"the index is corrupted, item {int(numbers[lengths.argmax()])} has more than {longest:,} tokens: {AGAIN}"
         )
     return Rows(tokens.astype(tables.labels.dtype), offsets)
-
-
-def rank_terminals(terminal: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """Count the terminal nodes before each word of the bitmap, and in all: [words + 1]."""
-    counts = np.unpackbits(terminal.view(np.uint8)).reshape(len(terminal), 32).sum(axis=1, dtype=np.uint32)
-    return np.concatenate((np.zeros(1, np.uint32), np.cumsum(counts, dtype=np.uint32)))
 
 
 def token_ids(trie: Trie) -> NDArray[np.int64]:
@@ -80,7 +71,7 @@ def terminals_before(tables, terminal_rank, node):  # type: ignore[no-untyped-de
     """Count the nodes before `node` at which an item ends."""
     word = node >> 5
     before = load32(tables.terminal, word) & ((np.int64(1) << (node & 31)) - 1)
-    return np.int64(terminal_rank[word]) + count_ones(before)
+    return load32(terminal_rank, word) + count_ones(before)
 
 
 @compiled
@@ -138,19 +129,13 @@ def node_of(tables, edge):  # type: ignore[no-untyped-def]
 
 @compiled
 def last_edge(tables, terminal_rank, number):  # type: ignore[no-untyped-def]
-    """Return the last edge of an item, -1 if there is none."""
+    """Return the last edge of an item, -1 if there is none. terminal_rank: address of `Tables.terminal_rank`."""
     leaves = tables.edges - (tables.nodes - 1)
     if number < leaves:
         return nth_edge(tables, number, 1)
     nth = number - leaves
-    word, high = np.int64(0), np.int64(len(terminal_rank) - 1)
-    while high - word > 1:  # the last word with at most `nth` before it
-        middle = (word + high) >> 1
-        if np.int64(terminal_rank[middle]) <= nth:
-            word = middle
-        else:
-            high = middle
-    left, node = nth - np.int64(terminal_rank[word]), word * 32
+    word = first_from(terminal_rank, 4, np.int64(1), (tables.nodes + 31) >> 5, nth + 1) - 1
+    left, node = nth - load32(terminal_rank, word), word * 32
     while node < word * 32 + 31 and not (left == 0 and is_terminal(tables, node)):
         left -= 1 if is_terminal(tables, node) else 0
         node += 1

@@ -37,12 +37,7 @@ def compiled(function: Callable[..., Any] | None = None, *, fastmath: Collection
 
 
 class Pointers(NamedTuple):
-    """Addresses and lengths of the arrays of `Tables`, which must live as long as compiled code reads there.
-
-    row_offsets .. dead, potential, boosted: the arrays' addresses; `alive` and `potential` are 0 if there is none.
-    nodes, edges, dead_count, boosted_count: how many there are. level_words, tail_words: the lengths of `tail_base` and
-    of `tails`. label_bytes, target_bytes: of an element.
-    """
+    """Addresses and lengths of the arrays of `Tables`, which must live as long as compiled code reads there."""
 
     row_offsets: int
     terminal: int
@@ -51,19 +46,19 @@ class Pointers(NamedTuple):
     node_base: int
     tail_base: int
     tails: int
-    alive: int
+    alive: int  # 0 if there is none
     dead: int
     dead_count: int
-    potential: int
+    potential: int  # 0 if there is none
     boosted: int
     boosted_count: int
     nodes: int
     edges: int
-    level_words: int
-    tail_words: int
+    level_words: int  # the length of `tail_base`
+    tail_words: int  # the length of `tails`
     token_bits: int
     far_block: int
-    label_bytes: int
+    label_bytes: int  # of an element
     target_bytes: int
 
 
@@ -91,6 +86,7 @@ def _store(bits: int) -> Any:
 
 
 _Load = Callable[[Any, Any], Any]
+load8: _Load = _load(8)
 load16: _Load = _load(16)
 load32: _Load = _load(32)
 load64: _Load = _load(64)
@@ -177,13 +173,6 @@ def bit(address, place):  # type: ignore[no-untyped-def]
 def set_bit(address, place):  # type: ignore[no-untyped-def]
     """Set a bit of a bitmap of 32-bit words."""
     or32(address, place >> 5, np.int64(1) << (place & 31))
-
-
-@compiled
-def bits_from(address, at, count):  # type: ignore[no-untyped-def]
-    """Return `count` bits, 32 at most, from bit `at` of 32-bit words on, of which there is one after the last bit's."""
-    pair = np.uint64(load32(address, at >> 5)) | np.uint64(load32(address, (at >> 5) + 1)) << np.uint64(32)
-    return np.int64((pair >> np.uint64(at & 31)) & ((np.uint64(1) << np.uint64(count)) - np.uint64(1)))
 
 
 @compiled

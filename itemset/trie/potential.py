@@ -35,26 +35,22 @@ def potentials(tables: Tables, whole: Tables, values: NDArray[np.float32], share
     return out.view(np.uint32)
 
 
-def boosted_of(
-    whole: Tables, terminal_rank: NDArray[np.uint32], numbers: NDArray[np.int64], values: NDArray[np.float32]
-) -> NDArray[np.uint32]:
+def boosted_of(whole: Tables, numbers: NDArray[np.int64], values: NDArray[np.float32]) -> NDArray[np.uint32]:
     """Return `Tables.boosted` for boosts of the items of these numbers, distinct ones.
 
     What is below 0 stands at the item alone: 0 bounds a prefix of others. It takes a time in proportion to the numbers.
     """
-    entries, found = _climb(whole.pointers, terminal_rank, numbers, values)
+    entries, found = _climb(whole.pointers, whole.terminal_rank.ctypes.data, numbers, values)
     order = np.lexsort((-found, entries))
     entries, found = entries[order], found[order]
     first = np.flatnonzero(np.diff(entries, prepend=-1))  # of entries that occur again, the largest
     return np.concatenate((entries[first].astype(np.uint32), found[first].view(np.uint32)))
 
 
-def boosts_of(
-    tables: Tables, whole: Tables, terminal_rank: NDArray[np.uint32], numbers: NDArray[np.int64]
-) -> NDArray[np.float64]:
+def boosts_of(tables: Tables, whole: Tables, numbers: NDArray[np.int64]) -> NDArray[np.float64]:
     """Return the boost of each item [N], by its number. tables: of the set or the view; whole: of the whole set."""
     out = np.empty(len(numbers))
-    _own(tables.pointers, whole.pointers, terminal_rank, numbers, out)
+    _own(tables.pointers, whole.pointers, whole.terminal_rank.ctypes.data, numbers, out)
     return out
 
 

@@ -65,11 +65,11 @@ class Rows:
         return Rows(tokens, taken)
 
 
-def joined(first: Rows, second: Rows) -> Rows:
-    tokens, width = np.concatenate((first.tokens, second.tokens)), first.layout[1]
-    if width and width == second.layout[1]:
+def joined(parts: Sequence[Rows]) -> Rows:
+    tokens, widths = np.concatenate([part.tokens for part in parts]), {part.layout[1] for part in parts}
+    if len(widths) == 1 and (width := widths.pop()):
         return Rows(tokens, width=width)
-    return Rows(tokens, np.concatenate((first.offsets, first.offsets[-1] + second.offsets[1:])))
+    return Rows(tokens, np.append(0, np.cumsum(np.concatenate([np.diff(part.offsets) for part in parts]))))
 
 
 def as_rows(
@@ -150,18 +150,13 @@ def _flatten(items: Iterable[Sequence[int]]) -> tuple[NDArray[Any], NDArray[np.i
 
 
 class Distinct(NamedTuple):
-    """The distinct ones of N rows, R of them, ascending.
-
-    order: [N] uint32, the positions of all N in the input, ascending by row, those of equal rows in the input's order;
-        None if the input was ascending and distinct already.
-    starts: [R + 1] uint32, where each distinct row's positions begin in `order`; None if no two rows are equal.
-    lcp: [R + 1] uint16, tokens that each row shares with the one before, 0 at both ends.
-    """
+    """The distinct ones of N rows, R of them, ascending."""
 
     rows: Rows
+    # [N], where each stands in the input, those of equal rows in its order; None if it was ascending and distinct.
     order: NDArray[np.uint32] | None
-    starts: NDArray[np.uint32] | None
-    lcp: NDArray[np.uint16]
+    starts: NDArray[np.uint32] | None  # [R + 1], where each row's begin in `order`; None if no two rows are equal
+    lcp: NDArray[np.uint16]  # [R + 1], tokens that each row shares with the one before, 0 at both ends
 
 
 def sort_unique(rows: Rows) -> Distinct:
@@ -222,10 +217,7 @@ def sort_order(rows: Rows) -> NDArray[np.uint32]:
 
 
 def _tied(same: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the elements that have an equal neighbour, and which run of equals each is in, by a number of its own.
-
-    same: `same[i]`: element i + 1 equals element i.
-    """
+    """Return the elements that have an equal neighbour, and the number of each one's run. same[i]: i + 1 equals i."""
     tied = np.flatnonzero(np.append(same, False) | np.append(False, same))
     return tied, np.append(0, np.cumsum(~same))[tied]
 

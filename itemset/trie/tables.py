@@ -6,6 +6,7 @@ If an item stands alone after its edge, the rest of it is a *tail*: plain tokens
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -34,36 +35,29 @@ class Tables:
         targets       n  t        n       -  t        to the next node (n), into a tail (t), or the item ends (-)
         tails         1. 9.                           a marked token ends its tail
 
-    terminal: [ceil(nodes / 32)] uint32. tails: uint32 words; token p is the token_bits + 1 bits from bit
-    p * (token_bits + 1) on, the highest of them the mark; one word more, so that two words can always be read.
-    targets: counted, [ceil(edges / 64)] uint64, a bit that is set for t and -; stored, [edges] uint16 (uint32 if a tail
-        has over 1,056 tokens), all ones for -, else a distance from its block's base and, as the highest bit, t.
-    node_base: [ceil(edges / 32)] uint32, the next node at each block of 32 edges. The nth n leads to node n.
-    tail_base: stored, [ceil(edges / 32)] uint32, where the block's tails start, modulo 2^32; counted, [4 * levels], see
-        `targets.FIRST_EDGE`.
-    token_bits: bits that hold every token id of the set. far_block: the first block whose tails start at 2^32 or after
-        it, NO_BLOCK if none do.
-    alive: [ceil(edges / 32)] uint32, bit e: a walk may take edge e; empty if it may take all. dead: ascending uint32,
-        edges that no walk may take, and TERMINAL + n for each node n at which no item may end. A view has these, a file
-        neither.
-    potential, boosted: of a set that is steered, see `trie.potential`; else empty.
-    pointers: where the arrays lie, for compiled code.
+    A view alone has `alive` and `dead`.
     """
 
     row_offsets: NDArray[np.uint32]
-    terminal: NDArray[np.uint32]
+    terminal: NDArray[np.uint32]  # [ceil(nodes / 32)]
     labels: NDArray[Any]
+    # Counted, [ceil(edges / 64)] uint64, a bit that is set for t and -; stored, [edges] uint16 (uint32 if a tail has
+    # over 1,056 tokens), all ones for -, else a distance from its block's base and, as the highest bit, t.
     targets: NDArray[Any]
-    node_base: NDArray[np.uint32]
+    node_base: NDArray[np.uint32]  # [ceil(edges / 32)], the next node at each block: the nth n leads to node n
+    # Stored, [ceil(edges / 32)], where a block's tails start, modulo 2^32; counted, [4 * levels], `targets.FIRST_EDGE`.
     tail_base: NDArray[np.uint32]
+    # Token p is the token_bits + 1 bits from bit p * (token_bits + 1) on, the highest of them the mark. There is one
+    # word more, so that two words can always be read.
     tails: NDArray[np.uint32]
-    alive: NDArray[np.uint32]
-    dead: NDArray[np.uint32]
-    token_bits: int
-    far_block: int
+    alive: NDArray[np.uint32]  # [ceil(edges / 32)], bit e: a walk may take edge e; empty if it may take all
+    dead: NDArray[np.uint32]  # ascending: edges that none may take, TERMINAL + n for a node n at which no item may end
+    token_bits: int  # that hold every token id of the set
+    far_block: int  # the first block whose tails start at 2^32 or after it, NO_BLOCK if none do
+    # Of a set that is steered: see `trie.potential`.
     potential: NDArray[np.uint32] = field(default_factory=lambda: NONE)
     boosted: NDArray[np.uint32] = field(default_factory=lambda: NONE)
-    pointers: Pointers = field(init=False, repr=False)
+    pointers: Pointers = field(init=False, repr=False)  # where the arrays lie, for compiled code
 
     def __post_init__(self) -> None:
         place = {name: getattr(self, name).__array_interface__["data"][0] for name in (*SECTIONS, *OF_VIEWS)}
@@ -86,6 +80,12 @@ class Tables:
         """Return whether `targets` are counted, not stored."""
         return self.targets.itemsize == 8
 
+    @cached_property
+    def terminal_rank(self) -> NDArray[np.uint32]:
+        """Count the terminal nodes before each word of the bitmap, and in all: [words + 1]."""
+        counts = np.unpackbits(self.terminal.view(np.uint8)).reshape(-1, 32).sum(axis=1, dtype=np.uint32)
+        return np.append(np.uint32(0), np.cumsum(counts, dtype=np.uint32))
+
     @property
     def sections(self) -> dict[str, NDArray[Any]]:
         """Return the arrays of a whole set, by name: what a file and an arena hold."""
@@ -100,19 +100,15 @@ TERMINAL = 1 << 31  # in `dead`: a node follows, not an edge
 
 @dataclass(frozen=True)
 class Trie:
-    """The tables, and the counts that go with them.
-
-    level_nodes, level_edges: nodes and edges of each level, root first.
-    tail_tokens: tokens in all tails.
-    """
+    """The tables, and the counts that go with them."""
 
     tables: Tables
     items: int
     shortest: int
     longest: int
-    level_nodes: tuple[int, ...]
+    level_nodes: tuple[int, ...]  # of each level, root first
     level_edges: tuple[int, ...]
-    tail_tokens: int
+    tail_tokens: int  # in all tails
 
     @property
     def nbytes(self) -> int:
@@ -132,27 +128,22 @@ def build_trie(rows: Rows, lcp: NDArray[np.uint16], room: Room = np.zeros) -> tu
     per_level[NODES, 0] = 1
     token_bits = max(1, int(rows.tokens.max()).bit_length())
     length = longest if shortest == longest else 0
-    target_type = targets.type_of_targets(length, levels_of(per_level), longest_tail)
+    levels = int(np.count_nonzero(per_level[EDGES]))
+    target_type = targets.type_of_targets(length, levels, longest_tail)
     tables, starts = allocate(per_level, token_bits, target_type, length, room)
     members = room(len(rows), np.uint32)
     fill(*rows.cells, lcp, starts, tables.pointers, members)
     set_bases(tables.pointers)
     for array in tables.sections.values():
         array.flags.writeable = False
-    nodes, edges = (tuple(per_level[count, : levels_of(per_level)].tolist()) for count in (NODES, EDGES))
+    nodes, edges = (tuple(per_level[count, :levels].tolist()) for count in (NODES, EDGES))
     tail_tokens = int(per_level[TAIL_TOKENS].sum())
     tables = replace(tables, far_block=targets.far_block_of(tables.targets, tables.tail_base, tail_tokens))
     return Trie(tables, len(rows), shortest, longest, nodes, edges, tail_tokens), members
 
 
 NODES, EDGES, LEAVES, TAIL_TOKENS, TERMINALS = range(5)
-COUNTS = 5
-"""What is counted of each level: [COUNTS, levels + 2 or more]."""
-
-
-def levels_of(per_level: NDArray[np.int64]) -> int:
-    """Return how many levels have edges, of what `count` has counted."""
-    return int(np.count_nonzero(per_level[EDGES]))
+COUNTS = 5  # what is counted of each level: [COUNTS, levels + 2 or more]
 
 
 def shapes(
@@ -185,7 +176,8 @@ def allocate(
     for name, total, limit in each:
         if total > limit:
             raise ItemSetError(f"the set needs {total:,} {name}, the limit is {limit:,}: split the set")
-    sections = shapes(nodes, edges, levels_of(per_level), tail_tokens, token_bits, target_type)
+    levels = int(np.count_nonzero(per_level[EDGES]))
+    sections = shapes(nodes, edges, levels, tail_tokens, token_bits, target_type)
     arrays = {name: room(*shape) for name, shape in sections.items()}
     tables = Tables(**arrays, alive=NONE, dead=NONE, token_bits=token_bits, far_block=NO_BLOCK)
     starts = np.cumsum(per_level, axis=1) - per_level
@@ -221,10 +213,7 @@ def count(offsets, row_width, lcp, per_level):  # type: ignore[no-untyped-def]
 
 @compiled
 def fill(tokens, size, offsets, row_width, lcp, cursor, tables, members):  # type: ignore[no-untyped-def]
-    """Fill the tables, zeros before, in one pass over the items, with one write position for each level.
-
-    `targets` holds afterwards what `set_bases` takes.
-    """
+    """Fill the tables, zeros before, with one write position for each level; `targets` for `set_bases` to finish."""
     width = tables.token_bits + 1
     last_bit = np.int64(1) << tables.token_bits
     store32(tables.row_offsets, 0, 0)

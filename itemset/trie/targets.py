@@ -48,12 +48,7 @@ def is_leaf(tables, edge):  # type: ignore[no-untyped-def]
     """Return whether an edge leads to no node."""
     if tables.target_bytes == 8:
         return bit(tables.targets, edge) != 0
-    return _stored(tables, edge) >> (tables.target_bytes * 8 - 1) != 0
-
-
-@compiled
-def _stored(tables, edge):  # type: ignore[no-untyped-def]
-    return element(tables.targets, tables.target_bytes, edge)
+    return element(tables.targets, tables.target_bytes, edge) >> (tables.target_bytes * 8 - 1) != 0
 
 
 @compiled
@@ -61,7 +56,7 @@ def node_at(tables, edge):  # type: ignore[no-untyped-def]
     """Return the node that an edge leads to, which is no leaf."""
     if tables.target_bytes == 8:
         return nodes_before(tables, edge) + 1
-    return load32(tables.node_base, edge >> 5) + _stored(tables, edge)
+    return load32(tables.node_base, edge >> 5) + element(tables.targets, tables.target_bytes, edge)
 
 
 @compiled
@@ -71,7 +66,7 @@ def tail_at(tables, edge):  # type: ignore[no-untyped-def]
         at = _level_of(tables, edge)
         return _counted_tail(tables, at, edge) if load32(tables.tail_base, at + LENGTH) else np.int64(-1)
     leaf = np.int64(1) << (tables.target_bytes * 8 - 1)
-    target = _stored(tables, edge)
+    target = element(tables.targets, tables.target_bytes, edge)
     return np.int64(-1) if target == 2 * leaf - 1 else tails_of(tables, edge >> 5) + (target - leaf)
 
 
@@ -142,7 +137,7 @@ def set_bases(tables):  # type: ignore[no-untyped-def]
             first, base = node, tail
             store32(tables.node_base, block, node)
             store32(tables.tail_base, block, tail)
-        mark = _stored(tables, edge)
+        mark = element(tables.targets, tables.target_bytes, edge)
         if mark & leaf == 0:
             put_element(tables.targets, tables.target_bytes, edge, node - first)
             node += 1

@@ -15,37 +15,33 @@ _FIRST, _EDGE, _END, _NODE, _TAIL = range(5)
 -2 before the first."""
 
 
-def merged(
-    trie: Trie, terminal_rank: NDArray[np.uint32], key_starts: NDArray[np.uint32] | None, stays: NDArray[np.bool_], new:
-    Rows | None,
-) -> Distinct:  # fmt: skip
+def merged(trie: Trie, key_starts: NDArray[np.uint32] | None, stays: NDArray[np.bool_], new: Rows | None) -> Distinct:
     """Return, as `sort_unique` does, the items with a key that stays and the new rows; `order` has the keys' places.
 
-    terminal_rank: of `numbering.rank_terminals`. key_starts, stays: [keys], of the set's keys; the places of the new
-    rows' keys come after these. Raises ValueError if the tables are not those of a trie: of a damaged file.
+    key_starts, stays: [keys], of the set's keys; the places of the new rows' keys come after these.
+    Raises ValueError if the tables are not those of a trie: of a damaged file.
     """
     order = NONE if new is None else sort_order(new)
     more = Rows(NONE, np.zeros(1, np.int64)) if new is None else new.take(order)
     rows, keys = trie.items + len(more), len(stays) + len(more)
     dtype = trie.tables.labels.dtype if new is None else np.result_type(trie.tables.labels, new.tokens)
     tokens = np.empty(_tokens_of(trie) + len(more.tokens), dtype)
-    uniform = trie.shortest == trie.longest and (np.diff(more.offsets) == trie.longest).all()
-    offsets, lcp = np.zeros(0 if uniform else rows + 1, np.int64), np.zeros(rows + 1, np.uint16)
+    width = trie.longest if trie.shortest == trie.longest and (np.diff(more.offsets) == trie.longest).all() else 0
+    offsets, lcp = np.zeros(0 if width else rows + 1, np.int64), np.zeros(rows + 1, np.uint16)
     places, starts = np.empty(keys, np.uint32), np.empty(rows + 1, np.uint32)
     levels, owned = np.cumsum([0, *trie.level_nodes]), NONE if key_starts is None else key_starts
     texts = tokens, more.tokens.astype(dtype), np.empty(trie.longest, dtype)
     cursor = np.zeros((5, len(levels)), np.int64)
     cursor[_NODE], cursor[_TAIL] = levels, -2
-    given = terminal_rank, levels, cursor, trie.longest, owned, stays, more.offsets, order + np.uint32(len(stays))
+    moved, rank = order + np.uint32(len(stays)), trie.tables.terminal_rank.ctypes.data
+    given = rank, levels, cursor, trie.longest, owned, stays, more.offsets, moved
     at = *(array.ctypes.data for array in texts), tokens.itemsize, len(tokens)
     rows, keys = _merge(trie.tables.pointers, *given, *at, offsets, lcp, places, starts)
     if rows < 0:
         raise ValueError("its tables are no trie")
-    if uniform:
-        distinct = Rows(tokens[: rows * trie.longest], width=trie.longest)
-    else:
-        distinct = Rows(tokens[: offsets[rows]], offsets[: rows + 1])
-    return Distinct(as_rows(distinct), places[:keys], None if rows == keys else starts[: rows + 1], lcp[: rows + 1])
+    end = rows * width if width else offsets[rows]
+    distinct = as_rows(Rows(tokens[:end], None if width else offsets[: rows + 1], width=width))
+    return Distinct(distinct, places[:keys], None if rows == keys else starts[: rows + 1], lcp[: rows + 1])
 
 
 def _tokens_of(trie: Trie) -> int:
@@ -66,8 +62,8 @@ def _merge(  # type: ignore[no-untyped-def]
 
     The items come in their order, with one cursor a level: the next of its nodes, and of the edges of the last one.
     levels: the first node of each, and their end. cursor: [5, levels + 1]. owned: `key_starts`, empty if each item has
-    one key. tokens, new_tokens, path: addresses of arrays of `size` bytes a token, `room` of them in `tokens`; path has
-    those of an item.
+    one key. terminal_rank, tokens, new_tokens, path: addresses, but for the first of arrays of `size` bytes a token,
+    `room` of them in `tokens`; path has those of an item.
     """
     cursor[_END, 0], cursor[_NODE, 0], last_level = first_edge(tables, 1), 1, cursor.shape[1] - 2
     length, number = -1, 0  # of the item

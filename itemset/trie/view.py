@@ -15,10 +15,7 @@ from itemset.trie.walk import first_dead, follow, is_alive, is_terminal
 
 
 def bits_of(tables: Tables, lives: NDArray[np.bool_]) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
-    """Return `Tables.alive` and `Tables.terminal` of a view.
-
-    tables: of the whole set. lives: [items], which items the view has, by their numbers. One pass over the edges.
-    """
+    """Return `Tables.alive` and `.terminal` of a view, in one pass over the edges. lives: [items], which it has."""
     alive = np.zeros(-(-len(tables.labels) // 32), np.uint32)
     terminal = np.zeros(len(tables.terminal), np.uint32)
     node_lives = np.empty(tables.pointers.nodes, np.uint8)
@@ -26,16 +23,14 @@ def bits_of(tables: Tables, lives: NDArray[np.bool_]) -> tuple[NDArray[np.uint32
     return alive, terminal
 
 
-def dead_of(
-    tables: Tables, whole: Tables, terminal_rank: NDArray[np.uint32], numbers: NDArray[np.int64]
-) -> NDArray[np.uint32]:
+def dead_of(tables: Tables, whole: Tables, numbers: NDArray[np.int64]) -> NDArray[np.uint32]:
     """Return `Tables.dead` of a set or a view without the items of these numbers, ascending and distinct.
 
-    tables: of the set or the view; the items are among its own. whole, terminal_rank: of the whole set. With no item
-    left, the answer holds all edges of the root. It takes a time in proportion to the numbers.
+    tables: of the set or the view; the items are among its own. whole: of the whole set. With no item left, the answer
+    holds all edges of the root. It takes a time in proportion to the numbers.
     """
     ends = np.empty(len(numbers), np.int64)
-    _place_ends(tables.pointers, whole.pointers, terminal_rank, numbers, ends)
+    _place_ends(tables.pointers, whole.pointers, whole.terminal_rank.ctypes.data, numbers, ends)
     ends.sort()
     found = np.empty(len(ends), np.uint32)
     return np.union1d(tables.dead, found[: _climb(tables.pointers, ends[::-1].copy(), found)])

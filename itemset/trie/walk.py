@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from itemset.trie.pointers import bit, bits_from, compiled, first_edge, first_from, label, load32
+from itemset.trie.pointers import bit, compiled, first_edge, first_from, label, load32
 from itemset.trie.tables import TERMINAL, Tables
 from itemset.trie.targets import is_leaf, node_at, tail_at
 
@@ -102,7 +102,8 @@ def tail_entry(tables, position):  # type: ignore[no-untyped-def]
     at = position * width
     if position < 0 or (at >> 5) + 1 >= tables.tail_words:
         return np.int64(-1)
-    return bits_from(tables.tails, at, width)
+    pair = np.uint64(load32(tables.tails, at >> 5)) | np.uint64(load32(tables.tails, (at >> 5) + 1)) << np.uint64(32)
+    return np.int64((pair >> np.uint64(at & 31)) & ((np.uint64(1) << np.uint64(width)) - np.uint64(1)))
 
 
 def children(tables: Tables, state: int) -> tuple[NDArray[Any], bool]:

@@ -138,9 +138,9 @@ def found_in(output: dict[str, Any]) -> Found:
 
 
 def scored(output: dict[str, Any]) -> list[tuple[float, Item]]:
-    """(score, tokens with the end token) of each result of a list or of draws."""
+    """(log-probability, tokens with the end token) of each result of a list or of draws."""
     results = output["meta_info"]["beam_results"]
-    return [(one["meta_info"]["sequence_score"], tuple(one["output_ids"])) for one in results]
+    return [(one["meta_info"]["logprob"], tuple(one["output_ids"])) for one in results]
 
 
 def _generate(engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

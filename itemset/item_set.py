@@ -195,6 +195,11 @@ class ItemSet:
         """Return whether its items have boosts: see `view`."""
         return bool(len(self.trie.tables.potential) or len(self.trie.tables.boosted))
 
+    @functools.cached_property
+    def heights(self) -> NDArray[np.uint16]:
+        """Return of each edge how many tokens the longest item has from there on. Read off the tables once."""
+        return potential.heights(self.trie.tables) if self.base is None else self.base.heights
+
     def boosts_of(self, items: Any) -> NDArray[np.float64]:
         """Return the boost of each item [N], 0 without one. items: as for `build`. Raises as `keys_of` does."""
         tables, whole = self.trie.tables, self.whole.trie.tables

@@ -37,7 +37,7 @@ LISTS = {
     "words": "*i32",
     "columns": "*i32",
     "power": "i64",
-    "boost": "i64",
+    **dict.fromkeys(["boost", "length", "norm"], "i64"),
     **dict.fromkeys(["bars", "ends", "item_scores", "item_logs", "new_scores", "new_logs"], "*fp64"),
     **dict.fromkeys(["sets", "table", "tokens", "offsets", "keys", "found", "places", "new", "new_tokens"], "*i64"),
     **dict.fromkeys(["item_tokens", "done", "done_tokens", "alive"], "*i64"),

@@ -89,6 +89,15 @@ BOOSTS = [
 ]
 
 
+def test_lengths_that_count(engine, oracle):
+    """Log p by the square root of its tokens, the end token's too."""
+    items = sorted(set(map(tuple, tagged_items())))
+    expected = sorted(oracle(items), key=lambda one: -one[0] / (len(one[1]) + 1) ** 0.5)[:9]
+    for more in ({"exact": True}, {"width": 300}):
+        for found in engine.rank(9, item_set="tagged", normalise_length=0.5, **more):
+            check(found, expected)
+
+
 @pytest.mark.parametrize("words", BOOSTS)
 def test_boosts_steer_a_list(engine, oracle, words):
     """Proven, and by a beam: the best by the sum of what the model and the boosts say."""
@@ -187,6 +196,8 @@ def choices_of(server: Any, endpoint: str, body: dict[str, Any]) -> list[dict[st
         ({"item_set": "tagged", "boost": {"tag": "high"}}, "boost: the weight of 'tag' is 'high': give a number"),
         ({"item_set": "tagged", "boost": {"tag": 1e9}}, "boost: it changes a score by up to 2e+09, the limit is 1,000"),
         ({"item_set": "tagged", "boost_keys": ["item 4"]}, "boost_keys must be an object of keys and what each adds"),
+        ({"normalise_length": 3}, "normalise_length must be a power of its tokens, 0 to 2, not 3"),
+        ({"normalize_length": 0.5}, "there is no field 'normalize_length': did you mean normalise_length?"),
         ({"boost_keys": {"one": 1}}, "boost_keys: 'one' is no key: the keys of this set are integers"),
         ({"boost_keys": {"1": 1, "01": 2}}, "boost_keys: the key 1 is given twice: give it once"),
         ({"use_beam_search": False, "boost_keys": {"1": 1}}, "boost_keys steers ranked lists and exact draws: ask for"),

@@ -61,16 +61,20 @@ def test_exact_lists_are_the_ranking_of_the_sums(items: Any, k: int, end: int | 
     seen, boosts = steered(items, data)
     np.testing.assert_allclose(seen.boosts_of(list(boosts)), list(boosts.values()), atol=1e-5)
     logs = {item: log for log, item in oracle([list(item) for item in boosts], end)}
-    scale = data.draw(st.sampled_from([1.0, 0.5, 3.0]))
-    sums = sorted(((logs[item] + scale * boost, item) for item, boost in boosts.items()), key=lambda one: -one[0])
-    width = data.draw(st.integers(1, 9))
-    best = best_items(Model(), Search(seen, k, width=width, end_token=end, exact=True, boost=scale))
+    scale, alpha = data.draw(st.sampled_from([1.0, 0.5, 3.0])), data.draw(st.sampled_from([0.0, 0.5, 1.0]))
+    sums = {item: logs[item] * (len(item) + (end is not None)) ** -alpha + scale * boosts[item] for item in boosts}
+    expected = sorted(sums.values(), reverse=True)
+    options: dict[str, Any] = {"end_token": end, "boost": scale, "normalise_length": alpha}
+    best = best_items(Model(), Search(seen, k, width=data.draw(st.integers(1, 9)), exact=True, **options))
     assert best.proven
-    np.testing.assert_allclose([item.score for item in best.items], [total for total, _ in sums[:k]], atol=1e-5)
+    np.testing.assert_allclose([item.score for item in best.items], expected[:k], atol=1e-5)
+    np.testing.assert_allclose([item.score for item in best.items], [sums[i.tokens] for i in best.items], atol=1e-5)
     np.testing.assert_allclose([item.about["logprob"] for item in best.items], [logs[i.tokens] for i in best.items])
-    wide = best_items(Model(), Search(seen, len(seen), end_token=end, boost=scale))
+    wide = best_items(Model(), Search(seen, len(seen), **options))
     assert wide.proven
     assert {item.tokens for item in wide.items} == boosts.keys()
+    narrow = best_items(Model(), Search(seen, k, width=1 + k // 2, **options))
+    assert not narrow.proven or narrow.items[-1].score >= expected[len(narrow.items) - 1] - 1e-5
 
 
 @settings(max_examples=60, deadline=None)
@@ -82,19 +86,22 @@ def test_beams_find_what_the_search_finds(items: Any, end: int | None, kernels: 
     number, scale = arena.acquire(seen), data.draw(st.sampled_from([1.0, 2.5]))
     k, width = data.draw(st.integers(1, 6)), data.draw(st.integers(6, 12))
     renormalised, stepwise = data.draw(st.booleans()), data.draw(st.booleans())
-    search = Search(seen, k, width=width, end_token=end, renormalised=renormalised, boost=scale)
+    alpha = 0.0 if renormalised or end is None else data.draw(st.sampled_from([0.0, 0.7]))
+    options: dict[str, Any] = {"width": width, "end_token": end, "renormalised": renormalised}
+    search = Search(seen, k, boost=scale, normalise_length=alpha, **options)
     beams = Beams(
-        arena, [number], seen.level_plan, width=width, k=k, end_token=end, renormalised=renormalised,
-        stepwise=stepwise and not renormalised, kernels=kernels, boost=search.tree.boosting,
+        arena, [number], seen.level_plan, k=k, stepwise=stepwise and not renormalised, kernels=kernels,
+        boost=search.tree.boosting, normalise_length=alpha, **options,
     )  # fmt: skip
     Caller(beams).run()
+    items = [(item, log) for log, item in listed(beams, 0)]
+    scores = search.tree.scores(items).tolist()
+    assert scores == sorted(scores, reverse=True)
     best = best_items(Model(), search)
-    boosts = dict(zip(map(tuple, seen.items()), seen.boosts_of(seen.items()).tolist(), strict=True))
-    found = [(log + scale * boosts[item], item) for log, item in listed(beams, 0)]
-    assert found == sorted(found, key=lambda one: -one[0])
-    if not beams._rules.whole:
-        return  # what stands alone may have been pruned
-    np.testing.assert_allclose([score for score, _ in found], [item.score for item in best.items], rtol=1e-5, atol=1e-5)
+    if stepwise or alpha:  # what stands alone may have been pruned, or beams be ordered by what is longest in the set
+        assert not beams.proven or scores[-1] >= best.items[-1].score - 1e-5
+        return
+    np.testing.assert_allclose(scores, [item.score for item in best.items], rtol=1e-5, atol=1e-5)
     assert bool(beams.proven.all()) == best.proven
 
 

@@ -39,6 +39,10 @@ class Rules(NamedTuple):
     whole: bool  # whether a child's tail is read at once; else beams go through it token by token
     power: float  # 1 / temperature of races, whose score is a Gumbel time; 0 of lists, whose score is log-probability
     boost: float  # what the potentials of the sets are multiplied by; 0 if they have none
+    # An item's log-probability is divided by its tokens to the power of `length`, a prefix's multiplied by `norm`: what
+    # it would be divided by if the longest item were below it. 0 and 1 if lengths do not count.
+    length: float
+    norm: float
 
 
 class Rows(NamedTuple):
@@ -47,7 +51,8 @@ class Rows(NamedTuple):
     table: [COLUMNS, L, W] int64, contiguous:
         STATE, with the set's number, as in `Slots.row_states`: DEAD if there is no beam, END of a beam with its tail.
         SCORE and LOG, the bits of float64: what orders beams, and their log-probability, both without the tail. In
-            lists the score has the beam's BOOST besides; in races it is the time, negated. -inf if there is no beam.
+            lists the score is LOG times the rules' `norm`, and BOOST; in races it is the time, negated. -inf if there
+            is no beam.
         KEY, of races: where a beam's random numbers come from.
         PARENT, the row of the pass before that the beam continues; 0 if there is no beam.
         TAIL, how many of the tail's tokens are still to be scored; -1 if there is no beam.

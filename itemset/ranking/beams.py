@@ -36,6 +36,7 @@ class BeamOptions(TypedDict, total=False):
     keys: [lists] int64, on the arena's device: draw, by these keys of `exact_sampling.Drawing.races`.
     temperature: of draws, above 0; above 1 of sets that `tempered` has made.
     boost: what the boosts of the sets (`view`) count, and the potential of their roots, times that; none by default.
+    normalise_length: of lists with an end token, as of `search.Search`; not with renormalised.
     kernels: by default as the arena's; "auto" is Numba on a CPU and Triton on an accelerator.
     """
 
@@ -48,6 +49,7 @@ class BeamOptions(TypedDict, total=False):
     keys: Tensor | None
     temperature: float
     boost: tuple[float, float]
+    normalise_length: float
     kernels: Kernels
 
 
@@ -101,7 +103,7 @@ class Beams:
         self.queries, self.rows, self.riding, self.taken = 1, 1, 0, 0
         end_token, keys = options["end_token"], options.get("keys")
         self._plan, self._renormalised = plan, options.get("renormalised", False)
-        boost, root = options.get("boost", (0.0, 0.0))
+        (boost, root), length = options.get("boost", (0.0, 0.0)), options.get("normalise_length", 0.0)
         self._races = keys is not None
         self._rules = Rules(
             -1 if end_token is None else end_token,
@@ -109,6 +111,8 @@ class Beams:
             not options.get("stepwise", False),
             0.0 if keys is None else 1 / options.get("temperature", 1.0),
             boost,
+            length,
+            (self.longest + (end_token is not None)) ** -length,
         )
         self._kernels = kernels_for("ranking", arena.device.type, options.get("kernels", arena.choice))
         self.passes_left = self._passes()
@@ -351,6 +355,8 @@ def _check(lists: int, options: BeamOptions) -> None:
         raise ValueError("renormalised and stepwise exclude each other: tails cost nothing, and take no pass")
     if longest is not None and not options.get("stepwise"):
         raise ValueError("longest is given without stepwise: tails are read whole")
+    if options.get("normalise_length") and (options.get("renormalised") or options["end_token"] is None):
+        raise ValueError("normalise_length takes lists whose ends are scored, and that are not renormalised")
     check_widths(options["width"])
     check_positive(k=options["k"], longest=longest, lists=lists)
     if not temperature > 0 or (temperature > 1 and "boost" not in options):

@@ -42,7 +42,7 @@ def legal_sums(now: Pass) -> Tensor:
 
 def ended(now: Pass, sums: Tensor) -> Tensor:
     ends = torch.empty(3, *sums.shape[:2], dtype=torch.float64)
-    _ended(*_arguments(now), now.rules.end_token, sums.numpy(), now.taken, *_weights(now), ends.numpy())
+    _ended(*_arguments(now), now.rules.end_token, sums.numpy(), now.taken, _weights(now), ends.numpy())
     return ends
 
 
@@ -50,7 +50,7 @@ def best(now: Pass, sums: Tensor, ends: Tensor, size: int, wanted: int) -> tuple
     items = now.rules.items
     keys = torch.full((1 if items == form.OPEN else 2, len(sums), wanted), NOTHING)
     places = torch.zeros_like(keys)
-    _best(*_arguments(now), sums.numpy(), ends.numpy(), items, *_weights(now), keys.numpy(), places.numpy())
+    _best(*_arguments(now), sums.numpy(), ends.numpy(), items, _weights(now), keys.numpy(), places.numpy())
     return keys, places
 
 
@@ -59,9 +59,9 @@ def follow(now: Pass, sums: Tensor, ends: Tensor, keys: Tensor, places: Tensor, 
     given, out = (*_arguments(now), now.rules.end_token, sums.numpy()), [tensor.numpy() for tensor in new]
     _clear(now.rows.table.numpy(), *out)
     if riding:
-        _ride(*given, now.taken, riding, *out)
+        _ride(*given, now.taken, now.rules.norm, riding, *out)
     chosen = (tensor.numpy() for tensor in (ends, keys, places, now.offsets))
-    _follow(*given, *chosen, now.taken, now.rules.whole, *_weights(now), riding, *out)
+    _follow(*given, *chosen, now.taken, now.rules.whole, _weights(now), riding, *out)
     return new
 
 
@@ -75,8 +75,9 @@ def merge(now: Pass, ends: Tensor, done: Rows | None, riding: int) -> tuple[Item
     return merged, alive
 
 
-def _weights(now: Pass) -> tuple[float, float]:
-    return now.rules.power, now.rules.boost
+def _weights(now: Pass) -> tuple[float, float, float, float]:
+    rules = now.rules
+    return rules.power, rules.boost, rules.length, rules.norm
 
 
 def _arguments(now: Pass) -> tuple[Any, ...]:
@@ -136,8 +137,9 @@ def _legal_sums(sets, logits, strides, columns, table, tokens, bars, end_token, 
 
 
 @compiled
-def _ended(sets, logits, strides, columns, table, tokens, bars, end_token, sums, taken, power, boost, ends):
+def _ended(sets, logits, strides, columns, table, tokens, bars, end_token, sums, taken, weights, ends):
     lists, count, queries = sums.shape
+    power, boost, length, _ = weights
     scores, logs = table[SCORE].view(np.float64), table[form.LOG].view(np.float64)
     boosts = table[form.BOOST].view(np.float64)
     for one in range(lists):
@@ -179,15 +181,16 @@ def _ended(sets, logits, strides, columns, table, tokens, bars, end_token, sums,
                         ends[form.EARLIEST, one, beam] = here
                     clock, key = clock_after(clock, time, here, power * log + (own if column else above)), after
                 log += cost
-            score = -clock if power else log + own
+            score = -clock if power else (log * (taken + steps) ** -length if length else log) + own
             if steps >= 0 and score > -math.inf:
                 ends[form.END_SCORE, one, beam], ends[form.END_LOG, one, beam] = score, log
 
 
 @compiled
-def _best(sets, logits, strides, columns, table, tokens, bars, sums, ends, items, power, boost, keys, places):
+def _best(sets, logits, strides, columns, table, tokens, bars, sums, ends, items, weights, keys, places):
     """The best of each kind stand in a heap, the worst of them first."""
     lists, count, _ = sums.shape
+    power, boost, _, norm = weights
     scores, logs = table[SCORE].view(np.float64), table[form.LOG].view(np.float64)
     boosts = table[form.BOOST].view(np.float64)
     for one in range(lists):
@@ -202,7 +205,7 @@ def _best(sets, logits, strides, columns, table, tokens, bars, sums, ends, items
                 edge = begin + child
                 token = _token(tables, edge)
                 own = _boost_of(tables, edge, boost, above)
-                score = base + _logit(logits, at, token, columns) + own
+                score = (base + _logit(logits, at, token, columns)) * norm + own
                 if power:
                     share = power * (_logit(logits, at, token, columns) - sum_here) + own - above
                     if not share > -math.inf:
@@ -247,7 +250,7 @@ def _clear(table, new, new_tokens):
 
 
 @compiled
-def _ride(sets, logits, strides, columns, table, tokens, bars, end_token, sums, taken, riding, new, new_tokens):
+def _ride(sets, logits, strides, columns, table, tokens, bars, end_token, sums, taken, norm, riding, new, new_tokens):
     """Score the next token of each beam's tail, of which others are left for later passes."""
     lists, count, queries = sums.shape
     reals, new_reals = table.view(np.float64), new.view(np.float64)
@@ -260,7 +263,7 @@ def _ride(sets, logits, strides, columns, table, tokens, bars, end_token, sums, 
             at, token = one * strides[0] + beam * strides[1], tokens[one, beam, taken]
             log = reals[form.LOG, one, beam] + (_logit(logits, at, token, columns) - sums[one, beam, 0])
             new_reals[form.LOG, one, n], new_reals[form.BOOST, one, n] = log, reals[form.BOOST, one, beam]
-            new_reals[SCORE, one, n] = log + reals[form.BOOST, one, beam]
+            new_reals[SCORE, one, n] = log * norm + reals[form.BOOST, one, beam]
             new[STATE, one, n], new[form.TAIL, one, n] = table[STATE, one, beam], tail - 1
             new[form.PARENT, one, n], new_tokens[one, n] = beam, tokens[one, beam]
             n += 1
@@ -269,9 +272,10 @@ def _ride(sets, logits, strides, columns, table, tokens, bars, end_token, sums, 
 @compiled
 def _follow(
     sets, logits, strides, columns, table, tokens, bars, end_token, sums, ends, keys, places, offsets, taken,
-    whole, power, boost, riding, new, new_tokens,
+    whole, weights, riding, new, new_tokens,
 ):  # fmt: skip
     lists, count, _ = sums.shape
+    power, boost, _, norm = weights
     scores, logs = table[SCORE].view(np.float64), table[form.LOG].view(np.float64)
     boosts, new_boosts = table[form.BOOST].view(np.float64), new[form.BOOST].view(np.float64)
     new_scores, new_logs = new[SCORE].view(np.float64), new[form.LOG].view(np.float64)
@@ -289,7 +293,7 @@ def _follow(
             above = boosts[one, at]
             own = _boost_of(tables, edge, boost, above)
             new_logs[one, n], new_boosts[one, n] = logs[one, at] + cost, own
-            new_scores[one, n] = new_logs[one, n] + own
+            new_scores[one, n] = new_logs[one, n] * norm + own
             if power:
                 key = mixed(np.uint64(table[form.KEY, one, at]), TOKEN + token)
                 time = log_exponential(key) - (power * cost + own - above)

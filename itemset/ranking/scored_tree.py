@@ -76,15 +76,17 @@ class ScoredTree:
 
     def __init__(
         self, item_set: ItemSet, *, end_token: int | None, power: float = 1.0, renormalised: bool = False,
-        forced: bool = True, boost: float = 0.0,
+        forced: bool = True, boost: float = 0.0, normalise_length: float = 0.0,
     ) -> None:  # fmt: skip
         """power: at least 1, or masses would be no bounds, unless the set's potentials make them so. end_token: None if
         the end of an item is not scored. renormalised: a token's probability is its share among those that may stand
         there, so that tails cost nothing. forced: tokens without an alternative in the set are certain, too. boost:
-        what the set's potentials (`trie.potential`) count, which are added to masses.
+        what the set's potentials (`trie.potential`) count, which are added to masses. normalise_length: an item's
+        log-probability is divided by its tokens, those that are scored, to this power; a prefix's by those of the
+        longest item below it.
         """
         self._item_set, self._boost = item_set, boost = item_set, boost * item_set.is_steered
-        self._tables, self._power = item_set.trie.tables, power
+        self._tables, self._power, self.length = item_set.trie.tables, power, normalise_length
         self._end = -1 if end_token is None else end_token
         self._renormalised, self._forced = renormalised, forced
         self._root = boost * float(potential_of(self._tables.pointers, ROOT_POTENTIAL)) if boost else 0.0
@@ -140,10 +142,8 @@ class ScoredTree:
         expansions = self._expansions.more(len(nodes))
         expansions["mass"] = self.nodes["mass"][nodes] + self._add_runs(expansions, answers)
         masses = np.repeat(expansions["mass"], counts) + logs
-        if self._boost:
-            masses += self._boost * _boost_steps(
-                self._tables.pointers, self.nodes["edge"][nodes].astype(np.int64), *self._ends, counts, edges
-            )
+        if self._boost or self.length:
+            masses = self._steered(nodes, expansions["mass"] - self.nodes["mass"][nodes], logs)
         new = self._nodes.more(int(np.count_nonzero(masses > above)))
         rule = self._end, self._renormalised
         _add_children(self._tables.pointers, (own, first), expansions, masses, edges, counts, above, rule, new)
@@ -158,12 +158,40 @@ class ScoredTree:
         """Return the tokens of some items, [items] NODE, without the end token, and their log-probabilities."""
         _, runs, _ = self._read(nodes["edge"], False)
         items = [self._prefixes[i] + run for i, run in zip(nodes["parent"].tolist(), runs, strict=True)]
-        logs = (nodes["mass"] - self.boosts(items)) / self._power
+        boosts, norms = self._of_items(items)
+        logs = (nodes["mass"] - boosts) / norms / self._power
         return list(zip(items, logs.tolist(), strict=True))
 
-    def boosts(self, items: Sequence[tuple[int, ...]]) -> Any:
-        """Return what boosts add to the mass of each item, [items] float64, or 0."""
-        return self._boost * self._item_set.boosts_of(items) if self._boost else 0.0
+    def scores(self, items: Sequence[tuple[tuple[int, ...], float]]) -> NDArray[np.float64]:
+        """Return the score of each item of a list, given as tokens and log-probability."""
+        boosts, norms = self._of_items([tokens for tokens, _ in items])
+        return np.asarray(norms * np.array([log for _, log in items], np.float64) + boosts)
+
+    def _of_items(self, items: Sequence[tuple[int, ...]]) -> tuple[Any, Any]:
+        """Return what boosts add to the mass of each item, and what its log-probability is multiplied by."""
+        boosts = self._boost * self._item_set.boosts_of(items) if self._boost else 0.0
+        return boosts, self._norms(np.array([len(one) for one in items], np.int64)) if self.length else 1.0
+
+    def _norms(self, tokens: NDArray[Any]) -> NDArray[np.float64]:
+        """tokens: of items, without the end token."""
+        return np.asarray((tokens + (self._end >= 0)) ** -self.length, np.float64)
+
+    def _steered(
+        self, nodes: NDArray[np.int64], runs: NDArray[np.float64], logs: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        """Return the masses of the children of some nodes. runs: of their certain tokens. logs: of the children."""
+        above, counts = self.nodes[nodes], self._counts
+        heights = self._item_set.heights if self.length else np.zeros(0, np.uint16)
+        parents = self._boost, above["edge"].astype(np.int64), *self._ends
+        boosts, own, tokens = _of_children(self._tables.pointers, heights, *parents, counts, self._edges)
+        if not self.length:
+            less = np.minimum(own - np.repeat(boosts, counts), 0.0)
+            return np.asarray(np.repeat(above["mass"] + runs, counts) + logs + less)
+        before = np.array([len(self._prefixes[parent]) for parent in above["parent"].tolist()])
+        longest = np.where(above["edge"] < 0, self._item_set.longest, before + heights[np.maximum(above["edge"], 0)])
+        log = (above["mass"] - boosts) / self._norms(longest) + runs
+        depths = np.repeat([len(one.tokens) for one in self._ones], counts)
+        return np.asarray((np.repeat(log, counts) + logs) * self._norms(depths + tokens) + own)
 
     def unknown_share(self) -> float:
         """Return the most that items of unscored prefixes may have of the set's distribution: a share of 0 to 1."""
@@ -198,11 +226,8 @@ class ScoredTree:
 def _read_edges(tables, edges, forced):  # type: ignore[no-untyped-def]
     """Return, of each edge: the state after its token and those that are certain after it, how many these are, the
     tokens of all, side by side, and the last edge on the way. SELF: of what follows the root."""
-    states, lengths, lasts = (
-        np.empty(len(edges), np.int64),
-        np.empty(len(edges), np.int64),
-        np.empty(len(edges), np.int64),
-    )
+    states, lengths = np.empty(len(edges), np.int64), np.empty(len(edges), np.int64)
+    lasts = np.empty(len(edges), np.int64)
     tokens, size = np.empty(8 * len(edges) + 8, np.int64), 0
     for i in range(len(edges)):
         first, edge = size, np.int64(edges[i])
@@ -233,21 +258,24 @@ def _certain(tables, state, forced, last):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _boost_steps(tables, parents, lasts, states, counts, edges):  # type: ignore[no-untyped-def]
-    """Return how much less each child's potential is than that of the node above it, at most 0.
+def _of_children(tables, heights, boost, parents, lasts, states, counts, edges):  # type: ignore[no-untyped-def]
+    """Return what boosts add to each node, to each of its children, and the tokens of the longest item below a child.
 
     parents: the edge of each node; lasts, states: the last edge after it, and the state. counts, edges: its children.
     """
-    steps, at = np.empty(len(edges)), 0
+    above, own, tokens = np.empty(len(counts)), np.empty(len(edges)), np.zeros(len(edges), np.int64)
+    at = 0
     for i in range(len(counts)):
-        before = potential_of(tables, parents[i] if parents[i] >= 0 else np.int64(ROOT_POTENTIAL))
+        above[i] = boost * potential_of(tables, parents[i] if parents[i] >= 0 else np.int64(ROOT_POTENTIAL))
         for j in range(at, at + counts[i]):
             entry = np.int64(edges[j])
             if entry < 0:
                 entry = TERMINAL + states[i] if states[i] < tables.nodes else lasts[i]
-            steps[j] = min(0.0, potential_of(tables, entry) - before)
+            elif len(heights):
+                tokens[j] = heights[entry]
+            own[j] = boost * potential_of(tables, entry)
         at += counts[i]
-    return steps
+    return above, own, tokens
 
 
 @compiled

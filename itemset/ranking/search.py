@@ -155,7 +155,7 @@ class Search(Rounds):
     def __init__(
         self, item_set: ItemSet, k: int, *, width: Width | None = None, end_token: int | None = None,
         exact: bool = False, renormalised: bool = False, max_passes: int | None = None, proof_passes: int | None = None,
-        boost: float = 1.0,
+        boost: float = 1.0, normalise_length: float = 0.0,
     ) -> None:  # fmt: skip
         """Raises ValueError if k, width, max_passes or proof_passes is less than 1.
 
@@ -167,10 +167,12 @@ class Search(Rounds):
         renormalised: score each token by its share among those that may stand there, as sampling inside the set does.
         The tokens of a tail then cost nothing, neither a score nor a pass.
         max_passes: end after this many passes, unproven. proof_passes: the same, but the beam ends first.
-        boost: what the boosts of the set count, which are added to scores: see `view`.
+        boost: what the boosts of the set count, which are added to scores: see `view`. normalise_length: a power of an
+        item's tokens, its end token if that is scored, by which its log-probability is divided.
         """
         check_positive(k=k, max_passes=max_passes, proof_passes=proof_passes)
-        tree = ScoredTree(item_set, end_token=end_token, renormalised=renormalised, forced=False, boost=boost)
+        options: dict[str, Any] = {"end_token": end_token, "renormalised": renormalised, "forced": False}
+        tree = ScoredTree(item_set, boost=boost, normalise_length=normalise_length, **options)
         super().__init__(tree, max_passes)
         self._k, self._width, self._exact, self._proof_passes = k, k if width is None else width, exact, proof_passes
         check_widths(self._width)
@@ -183,8 +185,7 @@ class Search(Rounds):
         """Return the result so far."""
         items = self.tree.items(self._best)
         left = self.tree.nodes["mass"][self.tree.nodes["expansion"] == UNSCORED].max(initial=self._pruned)
-        ranked = ordered(items, self.tree.boosts([tokens for tokens, _ in items]))
-        return Found(ranked, self._taken, self._rounds, proven=bool(left <= self._bar))
+        return Found(ordered(items, self.tree.scores(items)), self._taken, self._rounds, proven=bool(left <= self._bar))
 
     def _next_nodes(self) -> NDArray[np.int64]:
         self._rank_items()
@@ -282,13 +283,13 @@ class TokenScores(Rounds):
         return ()
 
 
-def ordered(items: Sequence[tuple[tuple[int, ...], float]], boosts: Any = 0.0) -> list[Item]:
+def ordered(items: Sequence[tuple[tuple[int, ...], float]], scores: NDArray[np.float64] | None = None) -> list[Item]:
     """Return items, given as tokens and log-probability, best first; equal scores are ordered by tokens.
 
-    boosts: what each score has beside, [items] float64, or one for all.
+    scores: [items] float64; the log-probabilities if None.
     """
-    each = zip(items, np.broadcast_to(boosts, len(items)).tolist(), strict=True)
-    ranked = (Item(tokens, log + boost, {"logprob": log}) for (tokens, log), boost in each)
+    each = [log for _, log in items] if scores is None else scores.tolist()
+    ranked = (Item(tokens, score, {"logprob": log}) for (tokens, log), score in zip(items, each, strict=True))
     return sorted(ranked, key=lambda one: (-one.score, one.tokens))
 
 

@@ -110,7 +110,8 @@ def merge(now: Pass, ends: Tensor, done: Rows | None, riding: int) -> tuple[Item
 def _arguments(now: Pass) -> dict[str, Any]:
     logits, items = now.logits, now.items
     # Of 0 Triton would make an int32: the bits of -0.0 need 64.
-    power, boost = struct.unpack("<qq", struct.pack("<dd", now.rules.power, now.rules.boost or -0.0))
+    weights = [weight or -0.0 for weight in now.rules[-4:]]
+    floats = zip(("power", "boost", "length", "norm"), struct.unpack("<4q", struct.pack("<4d", *weights)), strict=True)
     names = ("list_stride", "row_stride", "query_stride", "vocabulary", "lists", "count", "queries", "width", "k")
     vocabulary = logits.shape[3] if now.columns is None else len(now.columns)
     sizes = (*logits.stride()[:3], vocabulary, *logits.shape[:3], now.rows.tokens.shape[1], items.tokens.shape[1])
@@ -118,7 +119,7 @@ def _arguments(now: Pass) -> dict[str, Any]:
         "words": now.arena.words, "sets": now.arena.sets, "logits": logits, "columns": now.columns,
         "table": now.rows.table, "tokens": now.rows.tokens, "bars": items.scores,
         **dict(zip(names, sizes, strict=True)), "longest": now.rows.tokens.shape[2], "taken": now.taken,
-        "end_token": now.rules.end_token, "power": power, "boost": boost,
+        "end_token": now.rules.end_token, **dict(floats),
     }  # fmt: skip
 
 
@@ -131,7 +132,7 @@ def _aligned(logits: Tensor) -> bool:
 @reads.kernel
 def log_sums_kernel(
     words, sets, logits, columns, list_stride, row_stride, query_stride, vocabulary, table, tokens, bars,
-    lists, width, count, queries, k, longest, taken, end_token, power, boost, sums,
+    lists, width, count, queries, k, longest, taken, end_token, power, boost, length, norm, sums,
     ALIGNED: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -160,7 +161,7 @@ def log_sums_kernel(
 @reads.kernel
 def legal_sums_kernel(
     words, sets, logits, columns, list_stride, row_stride, query_stride, vocabulary, table, tokens, bars,
-    lists, width, count, queries, k, longest, taken, end_token, power, boost, sums,
+    lists, width, count, queries, k, longest, taken, end_token, power, boost, length, norm, sums,
     LANES: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -190,7 +191,7 @@ def legal_sums_kernel(
 @reads.kernel
 def ended_kernel(
     words, sets, logits, columns, list_stride, row_stride, query_stride, vocabulary, table, tokens, bars,
-    lists, width, count, queries, k, longest, taken, end_token, power, boost, sums, ends,
+    lists, width, count, queries, k, longest, taken, end_token, power, boost, length, norm, sums, ends,
     RACES: tl.constexpr, WHOLE: tl.constexpr, LANES: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -252,7 +253,8 @@ def ended_kernel(
         tl.store(ends + reads.EARLIEST * lists * count + row, here)
         score = -clock
     else:
-        score = log + own
+        scale, tokens_taken = length.to(tl.float64, bitcast=True), (taken + steps).to(tl.float64)
+        score = log * tl.exp(-scale * tl.log(tl.maximum(tokens_taken, 1.0))) + own
     real = may_end & (score > -float("inf"))  # nor is a score that is no number one
     tl.store(ends + row, tl.where(real, score, -float("inf")))
     tl.store(ends + reads.END_LOG * lists * count + row, tl.where(real, log, -float("inf")))
@@ -261,8 +263,8 @@ def ended_kernel(
 @reads.kernel
 def candidates_kernel(
     words, sets, logits, columns, list_stride, row_stride, query_stride, vocabulary, table, tokens, bars,
-    lists, width, count, queries, k, longest, taken, end_token, power, boost, sums, ends, offsets, keys, start, size,
-    steps,
+    lists, width, count, queries, k, longest, taken, end_token, power, boost, length, norm, sums, ends, offsets, keys,
+    start, size, steps,
     ITEMS: tl.constexpr, RACES: tl.constexpr, WHOLE: tl.constexpr, LANES: tl.constexpr,
 ):
     one, plane = tl.program_id(1).to(tl.int64), lists * width
@@ -288,7 +290,7 @@ def candidates_kernel(
         earliest = tl.load(ends + reads.EARLIEST * lists * count + one * count + at, mask=inside, other=0)
         score = -reads.clock_after(-score, time, earliest, power * log + above)
     else:
-        score = log - sum_here + logit.to(tl.float64) + own
+        score = (log - sum_here + logit.to(tl.float64)) * norm.to(tl.float64, bitcast=True) + own
     better = inside & (score > bar)
     key = reads.key_of(score, edge)
     out = keys + one * size + column

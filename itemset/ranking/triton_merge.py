@@ -10,8 +10,8 @@ from itemset.ranking import triton_reads as reads
 @reads.kernel
 def follow_kernel(
     words, sets, logits, columns, list_stride, row_stride, query_stride, vocabulary, table, tokens, bars,
-    lists, width, count, queries, k, longest, taken, end_token, power, boost, sums, ends, offsets, keys, places,
-    new, new_tokens, words_end, wanted, rows, riding,
+    lists, width, count, queries, k, longest, taken, end_token, power, boost, length, norm, sums, ends, offsets, keys,
+    places, new, new_tokens, words_end, wanted, rows, riding,
     RACES: tl.constexpr, WHOLE: tl.constexpr, LANES: tl.constexpr, TOKENS: tl.constexpr,
 ):
     one, n, plane = tl.program_id(1).to(tl.int64), tl.program_id(0), lists * width
@@ -55,7 +55,7 @@ def follow_kernel(
     above = reads.float_of(table, reads.BOOST, plane, beam, True)
     is_edge = is_child if WHOLE else is_child & (edge < tables.TAIL)
     own = reads.boost_of(words, sets, number, edge, boost, above, is_edge)
-    score = log + own
+    score = log * norm.to(tl.float64, bitcast=True) + own
     key = tl.zeros((), tl.int64)
     if RACES:
         power = power.to(tl.float64, bitcast=True)

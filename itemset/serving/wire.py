@@ -47,7 +47,8 @@ class ListSpec(msgspec.Struct, frozen=True, omit_defaults=True):
 
     end_token: the token after each item. without_end: whether scores omit it. renormalised: whether scores are of the
     distribution over the set. races: keys, see `Drawing.races`. temperature: of draws. placeholders: tokens after the
-    prompt, if a draft head makes the list; 0 for beams of the model. boost: see `ranking.beams.BeamOptions`.
+    prompt, if a draft head makes the list; 0 for beams of the model. boost, normalise_length: see
+    `ranking.beams.BeamOptions`.
     """
 
     k: int
@@ -59,6 +60,7 @@ class ListSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     temperature: float = 1.0
     placeholders: int = 0
     boost: tuple[float, float] = (0.0, 0.0)
+    normalise_length: float = 0.0
 
     @property
     def scored_end(self) -> int | None:

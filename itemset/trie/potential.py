@@ -17,7 +17,7 @@ from itemset.trie.pointers import bit, compiled, first_edge, first_from, load32
 from itemset.trie.rows import grown
 from itemset.trie.tables import TERMINAL, Tables
 from itemset.trie.targets import is_leaf
-from itemset.trie.walk import follow, is_alive, is_terminal
+from itemset.trie.walk import END, advance, follow, is_alive, is_terminal, tail_token
 
 ROOT = TERMINAL  # the entry of the root
 
@@ -33,6 +33,14 @@ def potentials(tables: Tables, whole: Tables, values: NDArray[np.float32], share
     out = np.zeros(len(tables.labels) + (tables.pointers.nodes if ends else 1), np.float32)
     _fill(tables.pointers, whole.pointers, values, share, out, np.empty(tables.pointers.nodes, np.float32))
     return out.view(np.uint32)
+
+
+def heights(tables: Tables) -> NDArray[np.uint16]:
+    """Return of each edge [edges] how many tokens the longest item has from there on. Of a view, those of the whole
+    set are bounds."""
+    out = np.empty(len(tables.labels), np.uint16)
+    _measure(tables.pointers, out, np.empty(tables.pointers.nodes, np.uint16))
+    return out
 
 
 def boosted_of(whole: Tables, numbers: NDArray[np.int64], values: NDArray[np.float32]) -> NDArray[np.uint32]:
@@ -96,6 +104,26 @@ def _fill(tables, whole, values, share, out, of_node):  # type: ignore[no-untype
                 most = max(most, here)
         of_node[node] = np.float32(most + share * np.log(total)) if share > 0 and most > none else most
     out[edges] = of_node[0]
+
+
+@compiled
+def _measure(tables, out, of_node):  # type: ignore[no-untyped-def]
+    child, first = tables.nodes, tables.edges
+    for node in range(tables.nodes - 1, -1, -1):
+        most = np.uint16(0)
+        end, first = first, first_edge(tables, node)
+        for edge in range(end - 1, first - 1, -1):
+            below = np.uint16(0)
+            if is_leaf(tables, edge):
+                state = follow(tables, edge)
+                while state != END:
+                    state, below = advance(tables, state, tail_token(tables, state)), below + np.uint16(1)
+            else:
+                child -= 1
+                below = of_node[child]
+            out[edge] = below + np.uint16(1)
+            most = max(most, out[edge])
+        of_node[node] = most
 
 
 @compiled

@@ -206,6 +206,7 @@ class ItemGroup(BeamGroup):
         sampler.arena.place(item_set, place.number, place.start, place.below)
         sampler.arena.use([place.number])
         options: dict[str, Any] = {"width": spec.width, "k": spec.k, "end_token": spec.scored_end, "boost": spec.boost}
+        options["normalise_length"] = spec.normalise_length
         if spec.races:
             options |= {"keys": sampler.moved(torch.tensor(spec.races)), "temperature": spec.temperature}
         numbers = [place.number] * max(1, len(spec.races))

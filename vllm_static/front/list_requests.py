@@ -45,6 +45,7 @@ class RankingParams(BeamSearchParams, kw_only=True):  # type: ignore[call-arg]
     renormalised: bool = False
     max_passes: int | None = None
     without_end: bool = False
+    normalise_length: float | None = None
     item_attributes: bool | Sequence[str] = False
 
     def __post_init__(self) -> None:

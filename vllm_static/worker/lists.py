@@ -265,7 +265,7 @@ class WideLists:
         one, runner, arena = group[0], self._runner, self._sets.arena
         plan, passes, spec = arena.level_plan(one.number), self._passes(one), one.spec
         options: dict[str, Any] = {"width": spec.width, "k": spec.k, "end_token": spec.scored_end}
-        options |= {"renormalised": spec.renormalised, "boost": spec.boost}
+        options |= {"renormalised": spec.renormalised, "boost": spec.boost, "normalise_length": spec.normalise_length}
         if spec.races:
             options["temperature"] = spec.temperature
             options["keys"] = compat.to_device([key for race in group for key in race.spec.races], arena.device)

@@ -29,7 +29,8 @@ class Asked(NamedTuple):
         spec = self.spec
         end = -1 if spec.scored_end is None else spec.scored_end
         widths = (spec.width,) if isinstance(spec.width, int) else spec.width
-        return (spec.placeholders, self.number, widths, end, spec.renormalised, spec.k, spec.temperature, spec.boost)
+        scores = spec.renormalised, spec.k, spec.temperature, spec.boost, spec.normalise_length
+        return (spec.placeholders, self.number, widths, end, *scores)
 
     @property
     def apart(self) -> "list[Asked]":

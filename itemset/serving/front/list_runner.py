@@ -153,11 +153,15 @@ class OneRequest:
         if isinstance(options, ListOptions):
             scores = options.without_end, options.renormalised
             spec = ListSpec(
-                options.n, options.beam, end_token, *scores, placeholders=placeholders, boost=search.tree.boosting
-            )
-            if placeholders:
+                options.n, options.beam, end_token, *scores, placeholders=placeholders, boost=search.tree.boosting,
+                normalise_length=options.normalise_length,
+            )  # fmt: skip
+            # What is complete before its end is scored has a score of its own in no kernel.
+            of_length = bool(options.normalise_length) and any(scores)
+            if placeholders and not of_length:
                 return spec
             more = {"exact": options.exact, "max_passes": options.max_passes is not None}
+            more["normalise_length without ends"] = of_length
             more["wider than ranked_list_beams"] = self.widest is not None and spec.beams > self.widest
         elif isinstance(search, Drawing):
             keys, k = search.races
@@ -191,7 +195,7 @@ class OneRequest:
             way = metrics.UNDECIDED if made is None else way
         elif reason is None and any(result.items):
             (items,) = result.items
-            ranked = ordered(items, search.tree.boosts([tokens for tokens, _ in items]))
+            ranked = ordered(items, search.tree.scores(items))
             made = Found(ranked, result.passes, result.rounds, proven=result.proven)
         else:
             reason = reason or NoList.HOST_PATH

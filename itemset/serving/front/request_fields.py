@@ -200,6 +200,7 @@ class ListOptions(_Options, frozen=True):
     renormalised: _Flag = False
     max_passes: Annotated[_Count | None, _number("forward passes")] = None
     without_end: _Flag = False
+    normalise_length: Annotated[float, Meta(ge=0, le=2, description="a power of its tokens, 0 to 2")] = 0.0
 
     def __post_init__(self) -> None:
         """Raises RefusedError for a value of another type, or a beam too narrow for `n` items."""

@@ -55,18 +55,14 @@ class Opened:
 
 @dataclass(frozen=True, eq=False)
 class InlineSet:
-    """The set of a request, in whose place it then stands: a registered one, or one that came with requests.
+    """The set of a request, in whose place it then stands: a registered one, or one that came with requests."""
 
-    reference: what the request carries through the engine. index: of texts the index file, of a part of another set the
-    view's own arrays, None of a registered set. item_set: opened over these same bytes. nbytes: of all that came, in
-    this process. base: the filter that it stands on.
-    """
-
-    reference: str
-    item_set: ItemSet
+    reference: str  # what the request carries through the engine
+    item_set: ItemSet  # opened over the same bytes as the next
+    # Of texts the index file, of a part of another set the view's own arrays; None of a registered set.
     index: bytes | None = field(default=None, repr=False)
-    nbytes: int = 0
-    base: "InlineSet | None" = None
+    nbytes: int = 0  # of all that came, in this process
+    base: "InlineSet | None" = None  # the filter that it stands on
 
     @classmethod
     def from_index(

@@ -30,16 +30,12 @@ _SET = "--item-set films=films.itemset"
 
 @dataclass(frozen=True)
 class Words:
-    """An engine's own terms, for messages to its users.
+    """An engine's own terms, for messages to its users."""
 
-    context, context_flag: the limit of prompt and output together. min_tokens: a request's limit of its output.
-    options: where the plugin's options stand.
-    """
-
-    context: str
+    context: str  # the limit of prompt and output together
     context_flag: str
-    min_tokens: str
-    options: str
+    min_tokens: str  # a request's limit of its output
+    options: str  # where the plugin's options stand
 
     def option(self, name: str) -> str:
         """Return how to set an option that is a number."""
@@ -48,13 +44,12 @@ class Words:
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """What items must keep to. vocab_size: their token ids are below. context: tokens of prompt and output together, of
-    which the engine keeps `reserved`. end_tokens: those at which the model ends an answer."""
+    """What items must keep to."""
 
-    vocab_size: int
-    context: int
-    reserved: int
-    end_tokens: Collection[int]
+    vocab_size: int  # their token ids are below
+    context: int  # tokens of prompt and output together
+    reserved: int  # of these, what the engine keeps
+    end_tokens: Collection[int]  # at which the model ends an answer
 
 
 class StaticConfig(msgspec.Struct, frozen=True, kw_only=True):

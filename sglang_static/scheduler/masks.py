@@ -46,16 +46,12 @@ class Admitted(NamedTuple):
 
 
 class Step(NamedTuple):
-    """The rows of one step, on the device. slots, last, begin: [rows], one a request.
+    """The rows of one step, on the device, one a request."""
 
-    numbers: the sets of those that have one. last: of each request's input, the last token. begin: see `Batch`, of a
-    history that holds this token alone.
-    """
-
-    numbers: list[int]
-    slots: Tensor
-    last: Tensor
-    begin: Tensor
+    numbers: list[int]  # the sets of those that have one
+    slots: Tensor  # [rows]
+    last: Tensor  # [rows] of each request's input, the last token
+    begin: Tensor  # [rows] see `Batch`, of a history that holds this token alone
 
 
 class Mask:
@@ -77,14 +73,11 @@ class ItemSetSampler:
 
     A request's slot is its row in `req_to_token`. A prefill, first or after retraction, begins its item anew and walks
     what it has sampled before; each decoding step walks its own input token, and verification what it accepts.
-
-    runner: SGLang's, if there is one. list_rows: rows of a pass of ranked lists for which there is memory. rows_a_step:
-    that those which share a step may have together. Both are set by `list_hooks`.
     """
 
-    runner: Any = None
-    list_rows: int
-    rows_a_step: int
+    runner: Any = None  # SGLang's, if there is one
+    list_rows: int  # rows of a pass of ranked lists for which there is memory; set by `list_hooks`, as is the next
+    rows_a_step: int  # that those which share a step may have together
 
     def __init__(self, config: StaticConfig, device: torch.device | str, vocab_size: int) -> None:
         """Reserve the device's memory. Raises ItemSetError as `itemset.load` and `Arena` do."""

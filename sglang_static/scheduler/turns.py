@@ -79,13 +79,10 @@ _TURNS = "static_turns"
 
 
 class Turns:
-    """The turns of one scheduler's lists and other requests.
-
-    apart: the batch of the step that is under way, if it is one that lists sit out.
-    """
+    """The turns of one scheduler's lists and other requests."""
 
     def __init__(self, device: str) -> None:
-        self.apart: Any = None
+        self.apart: Any = None  # the batch of the step that is under way, if it is one that lists sit out
         self._small = SMALL_STEP_ON_CPU if device == "cpu" else SMALL_STEP
         self._owed = 0  # rows that the other requests have had less than lists
 

@@ -16,10 +16,10 @@ OPTION = "item_set_draft_head"
 
 
 class Drafting(NamedTuple):
-    """What a front end knows of the draft head. placeholders: token ids. widest: beams for which there is memory."""
+    """What a front end knows of the draft head."""
 
-    placeholders: Tokens
-    widest: int
+    placeholders: Tokens  # token ids
+    widest: int  # beams for which there is memory
 
     def of(self, made: InlineSet, asked: ListOptions) -> Tokens:
         """Return the placeholders of a list that the head makes, else none: it neither proves nor knows inline sets."""

@@ -17,56 +17,44 @@ from vllm_static import compat
 
 
 class Room(NamedTuple):
-    """The memory that a worker keeps for lists. blocks: of the KV cache, which the scheduler does not know: for beams'
-    own tokens. beams: that have room in it. tokens: whose logits may stand in memory."""
+    """The memory that a worker keeps for lists."""
 
-    blocks: int
-    beams: int
-    tokens: int
+    blocks: int  # of the KV cache, which the scheduler does not know: for beams' own tokens
+    beams: int  # that have room in them
+    tokens: int  # whose logits may stand in memory
 
 
 class Prompt(NamedTuple):
-    """A request whose prompt's KV is complete. slot: its row of the runner's block tables. tokens: its length."""
+    """A request whose prompt's KV is complete."""
 
     request: str
-    slot: int
+    slot: int  # its row of the runner's block tables
     tokens: int
 
 
 @dataclass(frozen=True)
 class PromptPart:
-    """Some rows' queries, prompt by prompt, and the paged KV of the prompts.
+    """Some rows' queries, prompt by prompt, and the paged KV of the prompts."""
 
-    starts: [prompts + 1] int32, each prompt's first query token, and the end. lengths: [prompts] int32, its tokens.
-    tables: [prompts, blocks] int32. spans: the same starts and lengths on the host, of each prompt (first query, end,
-    tokens). most_queries, most_keys: of any prompt.
-    """
-
-    starts: Tensor
-    lengths: Tensor
-    tables: Tensor
-    spans: list[tuple[int, int, int]]
-    most_queries: int
+    starts: Tensor  # [prompts + 1] int32, each prompt's first query token, and the end
+    lengths: Tensor  # [prompts] int32, its tokens
+    tables: Tensor  # [prompts, blocks] int32
+    spans: list[tuple[int, int, int]]  # the same on the host, of each prompt: first query, end, tokens
+    most_queries: int  # of any prompt, as are the next
     most_keys: int
 
 
 @dataclass(frozen=True)
 class BeamMetadata:
-    """What a pass tells the model's attention layers: the metadata type by which they know it.
+    """What a pass tells the model's attention layers: the metadata type by which they know it."""
 
-    positions: [rows, more] int64, counted from the prompt's first token. ancestors: [rows, known] int64, the entries of
-    each row's tokens so far. entries: [rows] int64, where the KV of each row's first query token goes; tails are never
-    read again. first_block: of the cache, from which on entries lie. segments: parts in which a kernel goes through a
-    prompt, 0 for as many as suit the pass. scratch: of kernels, for all layers.
-    """
-
-    positions: Tensor
-    ancestors: Tensor
-    entries: Tensor
+    positions: Tensor  # [rows, more] int64, counted from the prompt's first token
+    ancestors: Tensor  # [rows, known] int64, the entries of each row's tokens so far
+    entries: Tensor  # [rows] int64, where the KV of each row's first query token goes; tails are never read again
     prompts: PromptPart
-    first_block: int
-    segments: int = 0
-    scratch: dict[tuple[int, ...], tuple[Tensor, ...]] = field(default_factory=dict)
+    first_block: int  # of the cache, from which on entries lie
+    segments: int = 0  # parts in which a kernel goes through a prompt, 0 for as many as suit the pass
+    scratch: dict[tuple[int, ...], tuple[Tensor, ...]] = field(default_factory=dict)  # of kernels, for all layers
 
     @property
     def tokens(self) -> int:

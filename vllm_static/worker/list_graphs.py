@@ -44,13 +44,12 @@ def result_of(passes: Generator[int, None, Tensor]) -> Tensor:
 
 @dataclass
 class Recorded:
-    """A list as a graph. states, and what kv has of its prompt, are its inputs; plan, alphabet: what it was recorded
-    for."""
+    """A list as a graph."""
 
-    states: Tensor
+    states: Tensor  # its inputs, with what the next has of its prompt
     kv: BeamKV
     replay: Program
-    plan: Any
+    plan: Any  # what it was recorded for, as is the next
     alphabet: Any
 
 

@@ -41,13 +41,10 @@ class ItemSetProcessor(LogitsProcessor):
 
     Made while the model is loaded, so that vLLM sizes its KV cache with what the arena leaves. Only the last pipeline
     rank samples; on the others there is no arena, and no request arrives.
-
-    lists: what makes ranked lists in this worker's steps, if they are made there.
-    child_sampling: whether answers are sampled from what may follow, if nothing else is asked of them.
     """
 
-    lists: Any = None  # a WideLists
-    child_sampling = False
+    lists: Any = None  # the WideLists that makes ranked lists in this worker's steps, if they are made there
+    child_sampling = False  # whether answers are sampled from what may follow, if nothing else is asked of them
 
     def __init__(self, vllm_config: "VllmConfig", req_states: LogitsProcRequestState) -> None:
         compat.is_ours(vllm_config)  # as this process has not known yet

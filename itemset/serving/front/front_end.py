@@ -28,32 +28,23 @@ from itemset.text import encode
 
 
 class ListJob(NamedTuple):
-    """A ranked list, or the draws of one prompt, that is to be made.
-
-    of_set: what its answer says of the set; names: which attributes of items. carried: what the request carries by
-    which the engine makes it; None if rounds of requests must. placeholders: token ids after the prompt if a draft head
-    makes it.
-    """
+    """A ranked list, or the draws of one prompt, that is to be made."""
 
     item_set: ItemSet
     search: Rounds
-    of_set: Mapping[str, str]
-    carried: EngineRequest | None
-    placeholders: Tokens
-    names: Sequence[str]
+    of_set: Mapping[str, str]  # what its answer says of the set
+    carried: EngineRequest | None  # by the request by which the engine makes it; None if rounds of requests must
+    placeholders: Tokens  # token ids after the prompt if a draft head makes it
+    names: Sequence[str]  # which attributes of items its answer says
 
 
 class FrontEndBase:
-    """One of each process that takes requests. Safe for threads.
+    """One of each process that takes requests. Safe for threads."""
 
-    follower: follows the published sets among the registered ones, once the engine can be asked. words, log: the
-    engine's. host_path: whether masks are made on the host.
-    """
-
-    follower: Follower | None = None
-    words: ClassVar[Words]
+    follower: Follower | None = None  # of the published sets among the registered ones, once the engine can be asked
+    words: ClassVar[Words]  # the engine's, as is the next
     log: ClassVar[logging.Logger]
-    host_path: bool
+    host_path: bool  # whether masks are made on the host
 
     def __init__(
         self, config: StaticConfig, tokenizer: Any, limits: ModelLimits, vocabulary: Callable[[], Vocabulary],

@@ -43,12 +43,12 @@ FEW_TEXTS, FEW_CHARACTERS = 5_000, 500_000  # recognised within a millisecond
 
 @dataclass(eq=False)
 class _List:
-    """A list that requests wait for. left: its cost still to come. turn: number of its last slice."""
+    """A list that requests wait for."""
 
     reference: str
     steps: Steps
-    left: int
-    turn: int
+    left: int  # its cost still to come
+    turn: int  # number of its last slice
     waiting: list[Future[InlineSet]] = field(default_factory=list)
 
 

@@ -47,17 +47,13 @@ Read = Mapping[str, Collection[str]]
 
 @dataclass(frozen=True)
 class Surface:
-    """Where one engine's endpoints read our words.
+    """Where one engine's endpoints read our words."""
 
-    served: by path, what is read at each place. mends: how a word is said right. inside: where a constraint with sets
-    belongs. elsewhere: what all endpoints read that declare these places. dropped: declared, and read by nothing.
-    """
-
-    served: Mapping[str, Read]
-    mends: Mapping[str, str]
-    inside: str
-    elsewhere: Read = field(default_factory=dict)
-    dropped: Collection[str] = ()
+    served: Mapping[str, Read]  # by path, what is read at each place
+    mends: Mapping[str, str]  # how a word is said right
+    inside: str  # where a constraint with sets belongs
+    elsewhere: Read = field(default_factory=dict)  # what all endpoints read that declare these places
+    dropped: Collection[str] = ()  # declared, and read by nothing
 
     def check(self, path: str, body: Any, fields: Fields, *, ours: bool) -> None:
         """Raises RefusedError for a word of ours, or a set inside a constraint, that would be lost.

@@ -35,18 +35,14 @@ Send = Callable[[Any], list[Any]]
 
 @dataclass
 class Followed:
-    """What is known of one set.
-
-    path: where its masks are made, "device" or "host", as the engines say. since: when requests began to get it.
-    refused, why: the version that is not served. missed: what was wrong with the folder at the last look, logged once.
-    """
+    """What is known of one set."""
 
     folder: Path
-    path: str
-    since: datetime = field(default_factory=lambda: datetime.now(UTC))
-    refused: published.Version | None = None
-    why: str = ""
-    missed: str = ""
+    path: str  # where its masks are made, "device" or "host", as the engines say
+    since: datetime = field(default_factory=lambda: datetime.now(UTC))  # when requests began to get it
+    refused: published.Version | None = None  # that is not served
+    why: str = ""  # it is refused
+    missed: str = ""  # what was wrong with the folder at the last look, logged once
 
 
 class Follower:

@@ -105,8 +105,7 @@ def contract_error(body: Any) -> str | None:
     """Return what SGLang will refuse of a body of /generate, None if nothing (entrypoints/api_contract.py)."""
     from sglang.srt.entrypoints.api_contract import generate_contract_error
 
-    error: str | None = generate_contract_error(body)
-    return error
+    return generate_contract_error(body)
 
 
 def unfinished(manager: Any) -> int:
@@ -291,5 +290,4 @@ def stop_tokens(request: Any) -> set[int]:
 
 def session_fields() -> tuple[str, ...]:
     """Return what a request may say of its session (managers/io_struct.py)."""
-    fields: tuple[str, ...] = importlib.import_module("sglang.srt.managers.io_struct").SessionParams.__struct_fields__
-    return fields
+    return importlib.import_module("sglang.srt.managers.io_struct").SessionParams.__struct_fields__

@@ -41,13 +41,11 @@ class Walk:
 
     def step(self, state: int, token: int) -> int:
         """Return the state after one more token, DEAD if it is not allowed."""
-        after: int = _step(self._address, state, token)
-        return after
+        return _step(self._address, state, token)
 
     def ends(self, state: int) -> bool:
         """Return whether an item may end in this state."""
-        ends: bool = _ends(self._address, state)
-        return ends
+        return _ends(self._address, state)
 
     def fill(self, state: int, row: NDArray[np.int32]) -> None:
         """Set bit t of `row` [ceil(vocabulary / 32)] if token t may follow, else clear it. Every word is written."""

@@ -132,8 +132,7 @@ class FrontEnd(FrontEndBase):
 
     def encode(self, prompt: str) -> list[int]:
         """Return a prompt's tokens, as SGLang encodes it. Safe for threads, which SGLang's own tokenizer is not."""
-        tokens: list[int] = self._tokenizer.encode(prompt)
-        return tokens
+        return self._tokenizer.encode(prompt)
 
     def _check_weighed(self, weighed: str, request: Any, prompt: int, params: Mapping[str, Any]) -> None:
         """Raises RefusedError where the answers to one of a request's prompts can have no weights."""

@@ -35,5 +35,4 @@ def refresh(engine: Any, name: str | None = None) -> list[dict[str, Any]]:
             raise ItemSetError("this engine has no item sets: start it with grammar_backend='static'")
         return await asyncio.to_thread(follower.refreshed, name)
 
-    entries: list[dict[str, Any]] = engine.loop.run_until_complete(refreshed())
-    return entries
+    return engine.loop.run_until_complete(refreshed())

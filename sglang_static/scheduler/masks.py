@@ -213,8 +213,7 @@ class ItemSetSampler:
     def advance(self, states: Tensor, tokens: Tensor, slots: Tensor) -> Tensor:
         """Return the states after one more token each; tensors of [n]."""
         marks, after = self.slots.marks[slots], torch.empty_like(states)
-        result: Tensor = self.arena.kernels.advance(self.arena, states, tokens.long(), marks, after)
-        return result
+        return self.arena.kernels.advance(self.arena, states, tokens.long(), marks, after)
 
     def _assign(self, requests: list[Any]) -> None:
         rows: list[list[int]] = []

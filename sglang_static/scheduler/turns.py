@@ -217,5 +217,4 @@ def _again(group: Any) -> Any:
 
 
 def _turns(scheduler: Any) -> Turns:
-    turns: Turns = vars(scheduler).setdefault(_TURNS, Turns(scheduler.device))
-    return turns
+    return vars(scheduler).setdefault(_TURNS, Turns(scheduler.device))

@@ -59,8 +59,7 @@ class StaticGrammar(StructuredOutputGrammar):
         return True
 
     def validate_tokens(self, tokens: list[int]) -> list[int]:
-        prefix: list[int] = self.host.allowed_prefix(tokens)
-        return prefix
+        return self.host.allowed_prefix(tokens)
 
     def rollback(self, num_tokens: int) -> None:
         self.host.rollback(num_tokens)

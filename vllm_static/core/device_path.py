@@ -79,8 +79,7 @@ class DevicePath(Devices):
             except ArenaFullError as error:
                 warn_of_no_room(opened, error, "in --additional-config", logger)
                 return [Stage.HOST]
-        stages: list[Stage | str] = engine.collective_rpc(prepare_in_worker, args=(message, piece))
-        return stages
+        return engine.collective_rpc(prepare_in_worker, args=(message, piece))
 
     def close(self, engine: Any, name: str, version: str | None, open_sets: Collection[str]) -> None:
         """Have the workers let go of what this core has closed, at the same step: `Plan.send_again`."""

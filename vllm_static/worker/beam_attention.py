@@ -166,8 +166,7 @@ def _by_flash(layer: Any, query: Tensor, kv_cache: Tensor, beams: BeamMetadata, 
         max_seqlen_q=beams.prompts.most_queries, window_size=[-1, -1], **_of_prompts(impl, beams.prompts),
         return_softmax_lse=True, fa_version=impl.vllm_flash_attn_version,
     )  # fmt: skip
-    log_sums: Tensor = sums
-    return log_sums
+    return sums
 
 
 def _by_triton(layer: Any, query: Tensor, kv_cache: Tensor, beams: BeamMetadata, output: Tensor) -> Tensor:

@@ -59,8 +59,7 @@ class BeamMetadata:
     @property
     def tokens(self) -> int:
         """Query tokens, without those that fill up a CUDA graph."""
-        count: int = self.positions.numel()
-        return count
+        return self.positions.numel()
 
 
 class BeamKV:

@@ -38,8 +38,7 @@ def result_of(passes: Generator[int, None, Tensor]) -> Tensor:
         try:
             next(passes)
         except StopIteration as end:
-            table: Tensor = end.value
-            return table
+            return end.value
 
 
 @dataclass

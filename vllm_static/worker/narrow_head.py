@@ -172,8 +172,7 @@ class NarrowHead:
     def logits(self, hidden: Tensor, alphabet: Alphabet) -> Tensor:
         """Return the logits of an alphabet's tokens, [rows, width]. hidden: [rows, hidden size]."""
         with self.only(alphabet):
-            logits: Tensor = self._runner.model.compute_logits(hidden)
-        return logits
+            return self._runner.model.compute_logits(hidden)
 
     @contextlib.contextmanager
     def only(self, alphabet: Alphabet, *, spread: bool = False, clear: bool = False) -> Iterator[None]:

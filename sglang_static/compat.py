@@ -11,9 +11,8 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from itemset.errors import ItemSetError
 from itemset.serving import hooks
-from itemset.serving.config import BACKEND
+from itemset.serving.config import BACKEND, from_environment
 from itemset.serving.constraint import after
 from itemset.serving.hooks import IMPORTED
 
@@ -62,16 +61,8 @@ def install() -> None:
 
 
 def options() -> dict[str, Any]:
-    """Return the plugin's options in this process. Raises ItemSetError where the environment variable is no JSON
-    object."""
-    text = os.environ.get(VARIABLE) or "{}"
-    try:
-        given = json.loads(text)
-    except ValueError:
-        given = None
-    if not isinstance(given, dict):
-        raise ItemSetError(f'{VARIABLE} must be a JSON object such as {{"item_sets": {{...}}}}, not {text!r:.100}')
-    return given
+    """Return the plugin's options in this process. Raises ItemSetError as `from_environment` does."""
+    return from_environment(VARIABLE)
 
 
 def set_options(given: Mapping[str, Any]) -> None:

@@ -194,6 +194,16 @@ def add_flags(parser: argparse.ArgumentParser, *, device_where: str, alias_of: s
     )
 
 
+def from_environment(variable: str) -> dict[str, Any]:
+    """Return the plugin's options, JSON in an environment variable. Raises ItemSetError if it is no JSON object."""
+    text = os.environ.get(variable) or "{}"
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except ValueError:
+        what = f'{variable} must be a JSON object such as {{"item_sets": {{...}}}}'
+        raise ItemSetError(f"{what}, not {text!r:.100}") from None
+
+
 def with_named(options: Mapping[str, Any], named: Sequence[str]) -> dict[str, Any]:
     """Return the options with more sets in `item_sets`, each "NAME=FILE"."""
     given = options.get("item_sets", [])
@@ -204,15 +214,12 @@ def with_named(options: Mapping[str, Any], named: Sequence[str]) -> dict[str, An
 _from_flags: list[bool] = []
 
 
-def on_command_line() -> None:
-    """Say that this process was started with an engine's flags."""
-    _from_flags[:] = [True]
-
-
 @contextmanager
-def start_up() -> Iterator[None]:
-    """Run the plugin's own code at the start. On a command line, a ValueError of it (ItemSetError is one) ends the
-    process with its sentence and nothing else: a traceback would bury it."""
+def start_up(*, from_flags: bool = False) -> Iterator[None]:
+    """Run the plugin's own code at the start. In a process that was started with an engine's flags, as `from_flags`
+    says once, a ValueError (ItemSetError is one) ends it with its sentence alone: a traceback would bury that."""
+    if from_flags:
+        _from_flags[:] = [True]
     try:
         yield
     except ValueError as error:

@@ -75,7 +75,7 @@ class DevicePath(Devices):
         piece = None
         if opened is not None:
             try:
-                piece = list(self.holdings.hold(opened.name, opened.item_set))
+                piece = self.holdings.hold(opened.name, opened.item_set)
             except ArenaFullError as error:
                 warn_of_no_room(opened, error, "in --additional-config", logger)
                 return [Stage.HOST]

@@ -1,7 +1,6 @@
 """The device path in the worker: one logits processor that keeps every slot's state and masks the whole batch."""
 
 import contextlib
-from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,12 +11,11 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, 
 
 import itemset
 from itemset.masking.arena import Arena, ArenaFullError, Place, check_tables
-from itemset.masking.arena_plan import Piece
 from itemset.masking.batch import COLUMNS, LOCAL, Batch
 from itemset.masking.slots import MAX_STOP_TOKENS, NO_SET, Slots, as_table, log_probs_of
 from itemset.serving.catalogue import Catalogue
 from itemset.serving.config import StaticConfig
-from itemset.serving.wire import EngineRequest, Prepare, Stage, read
+from itemset.serving.wire import EngineRequest, read
 from itemset.trie.walk import FREE
 from vllm_static import compat
 from vllm_static.worker.narrow_head import NarrowHead
@@ -65,7 +63,7 @@ class ItemSetProcessor(LogitsProcessor):
                 self._load(StaticConfig.of(vllm_config.additional_config), vllm_config)
 
     def _load(self, config: StaticConfig, vllm_config: "VllmConfig") -> None:
-        self._catalogue = catalogue = Catalogue(config)
+        self.catalogue = catalogue = Catalogue(config)
         self.child_sampling = config.item_set_child_sampling == "on"
         self.arena = Arena(catalogue.arena_bytes(), self._req_states.device, kernels=config.item_set_kernels)
         self.narrow = NarrowHead(config, self._req_states.device)
@@ -91,7 +89,7 @@ class ItemSetProcessor(LogitsProcessor):
 
     @property
     def registered(self) -> list[itemset.ItemSet]:
-        return list(self._catalogue.registered.values())
+        return list(self.catalogue.registered.values())
 
     def only_lists(self, slots: np.ndarray) -> bool:
         """Return whether all of these requests are for lists, whose own tokens do not matter."""
@@ -114,26 +112,6 @@ class ItemSetProcessor(LogitsProcessor):
         why = next((one for one in given if isinstance(one, str)), None)
         return why or (given[0] if other is None else "sets with other tokens")
 
-    def prepare(self, message: Prepare, piece: Piece | None) -> Stage:
-        """Do `versions.prepare_in_worker`. Raises ItemSetError for a version that cannot be opened."""
-        if not hasattr(self, "arena"):
-            return Stage.DEVICE
-        opened = self._catalogue.begin(message, check_tables)
-        if opened is None or piece is None:
-            return Stage.OPENING
-        number, start = piece
-        return Stage.DEVICE if self.arena.place_next(opened.name, opened.item_set, (number, start)) else Stage.COPYING
-
-    def close(self, name: str, version: str | None, open_sets: Collection[str]) -> None:
-        """Do `versions.close_in_worker`."""
-        if not hasattr(self, "arena"):
-            return
-        if version is None:
-            self._catalogue.drop(name)
-        elif (opened := self._catalogue.begun(name, version)) is not None:
-            self._catalogue.serve(opened)
-        self.arena.forget_views(open_sets)
-
     def add_request(self, req_idx: int, sampling_params: "SamplingParams") -> bool:
         """Stage the request's set. Also called when it comes back after preemption: its output is walked again.
 
@@ -152,7 +130,7 @@ class ItemSetProcessor(LogitsProcessor):
             place = Place(*carried.place)
             if not self.arena.holds(place.digest, place.number, place.start):
                 below = self.arena.view(place.below[-1][0]) if place.below else None
-                item_set = self._catalogue.receive(carried.item_set, below, keep=False).item_set
+                item_set = self.catalogue.receive(carried.item_set, below, keep=False).item_set
                 self.arena.place(item_set, place.number, place.start, place.below)
         if carried.place is None or carried.ranked is not None:  # the one token of a list's request does not matter
             if self._numbers[req_idx] != NO_SET:

@@ -20,9 +20,6 @@ logger = logging.getLogger(__name__)
 EXPECTED = "expected_item"
 """Attribute of a `GenerateReqInput` of one prompt: an `answer_fields.Expected`. Copies for `n` keep it."""
 
-CALLED = "item_set_of_answer"
-"""Attribute beside it: the reference of its set; None if it has a constraint with sets in it."""
-
 WEIGHED = "item_set_weight"
 """Attribute of one for which `ask_logprobs` has asked: its field for log p and log q."""
 
@@ -48,8 +45,8 @@ async def stream_one_response(
                     from sglang_static.front.list_requests import after_thought
 
                     told = {"items": await after_thought(self, obj, told[THOUGHT])}
-                stopped, reference = not by_string and finish["type"] == "stop", getattr(obj, CALLED, None)
-                if fault := count_answer(reference, expected, state.output_ids, told, stopped=stopped):
+                stopped = not by_string and finish["type"] == "stop"
+                if fault := count_answer(expected, state.output_ids, told, stopped=stopped):
                     logger.error("Request %s: %s", obj.rid, fault)
                 info.update(told)
             yield part

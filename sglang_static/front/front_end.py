@@ -163,7 +163,6 @@ class FrontEnd(FrontEndBase):
         if not params.ignore_eos:
             params.skip_special_tokens = params.spaces_between_special_tokens = False  # an item shows its own
         setattr(request, answers.EXPECTED, self.expected(asked, frozenset(stops | self._all_ends), content))
-        setattr(request, answers.CALLED, carried.reference or None)
 
     def _think(self, asked: ItemRequest, request: Any, params: Any, prompt: list[int]) -> Thought:
         """Let a thought end at its marker, and leave room for the items after it."""

@@ -40,6 +40,7 @@ class Expected:
     of_set: Mapping[str, str] = field(default_factory=dict)  # `Catalogue.version_fields`
     weighed: str = ""  # see `ItemRequest`
     names: Sequence[str] = ()  # of the attributes that answers say
+    reference: str = ""  # of its set
 
     def answer_fields(self, tokens: Sequence[int], *, cut: bool, logs: Logs = ((), ())) -> dict[str, Any]:
         """Return what an answer says: its item. cut: whether it was aborted; a stop string may end an item.

@@ -183,7 +183,7 @@ class FrontEndBase:
             return ExpectedItems(asked.made, vocabulary, catalogue, stop_tokens, content, asked.names)
         made = self.checks.made(asked)
         of_set = catalogue.version_fields(made.reference)
-        return Expected(made.item_set, stop_tokens, content, of_set, asked.weighed, asked.names)
+        return Expected(made.item_set, stop_tokens, content, of_set, asked.weighed, asked.names, made.reference)
 
     @staticmethod
     def check_weight(weighed: str, reason: str | None, *, instead_of: str | None, ignore_eos: Any) -> None:

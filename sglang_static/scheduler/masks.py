@@ -1,7 +1,9 @@
 """Item sets inside SGLang's sampler: the state of each request slot, and the mask of each logits row."""
 
+import copy
 import logging
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -52,20 +54,6 @@ class Step(NamedTuple):
     slots: Tensor  # [rows]
     last: Tensor  # [rows] of each request's input, the last token
     begin: Tensor  # [rows] see `Batch`, of a history that holds this token alone
-
-
-class Mask:
-    """Of verified drafts, SGLang's GrammarMask (constrained/base_grammar_backend.py), with item sets after the other
-    grammars' bitmask."""
-
-    def __init__(self, other: Any, sampler: "ItemSetSampler", numbers: list[int], batch: Batch) -> None:
-        self._other, self._sampler, self._numbers, self._batch = other, sampler, numbers, batch
-
-    def apply(self, logits: Tensor) -> None:
-        if self._other is not None:
-            self._other.apply(logits)
-        self._sampler.arena.use(self._numbers)
-        self._sampler.slots.step(self._batch, logits)
 
 
 class ItemSetSampler:
@@ -155,8 +143,9 @@ class ItemSetSampler:
         self.arena.use(step.numbers)
         self.slots.step(batch, logits)
 
-    def tree_mask(self, verify: Any, batch: Any, other: Any) -> Mask:
-        """Return the mask of the rows of draft chains or trees, [requests x drafts], for verification.
+    def tree_mask(self, verify: Any, batch: Any, other: Any) -> Any:
+        """Return the mask of the rows of draft chains or trees, [requests x drafts], for verification: as SGLang's
+        GrammarMask (constrained/base_grammar_backend.py), after that of other grammars, if any.
 
         A row stands for the tokens on its path from the root, the request's last committed token. A draft that leaves
         the set leaves its row unmasked: its parent's row gives it no chance.
@@ -177,7 +166,15 @@ class ItemSetSampler:
             first_row = torch.arange(0, len(slots) * drafts, drafts, device=slots.device)[:, None]
             above = torch.where(parents >= 0, parents + first_row, -1).reshape(-1)
             rows = rows._replace(above=above, layout=TREE)
-        return Mask(other, self, self.numbers(batch), rows)
+        numbers = self.numbers(batch)
+
+        def apply(logits: Tensor) -> None:
+            if other is not None:
+                other.apply(logits)
+            self.arena.use(numbers)
+            self.slots.step(rows, logits)
+
+        return SimpleNamespace(apply=apply)
 
     def force_drafts(self, batch: Any, drafts: Tensor, trees: Tensor) -> None:
         """Overwrite n-grams of requests with a set by a chain: what the set forces, and then guesses within it.
@@ -285,17 +282,6 @@ def receive_request(catalogue: Catalogue, custom: dict[str, Any]) -> tuple[Engin
     return carried, item_set
 
 
-class _Synchronised:
-    """Sampling info by which all ranks must sample the same token, as with grammars: masked rows have more near
-    ties."""
-
-    def __init__(self, info: Any) -> None:
-        self._info, self.grammars = info, True
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._info, name)
-
-
 @hook("sglang.srt.model_executor.model_runner:ModelRunner._preprocess_logits")
 def preprocess_logits(original: Callable[..., Any], logits_output: Any, sampling_info: Any) -> Any:
     """The mask of the rows with item sets, after that of grammars."""
@@ -308,5 +294,8 @@ def preprocess_logits(original: Callable[..., Any], logits_output: Any, sampling
 @hook("sglang.srt.layers.sampler:Sampler.forward")
 def sample(original: Callable[..., Any], sampling_info: Any) -> Any:
     """All ranks sample the same token."""
-    has_sets = getattr(sampling_info, "item_sets", None) is not None
-    return original(sampling_info=_Synchronised(sampling_info) if has_sets else sampling_info)
+    if getattr(sampling_info, "item_sets", None) is None:
+        return original()
+    synchronised = copy.copy(sampling_info)
+    synchronised.grammars = True  # with which all ranks must: masked rows have more near ties
+    return original(sampling_info=synchronised)

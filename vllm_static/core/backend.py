@@ -2,7 +2,6 @@
 
 import copy
 import json
-import threading
 from collections.abc import Callable
 from concurrent.futures import Executor
 from functools import partial
@@ -22,6 +21,7 @@ from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 
 from itemset import ItemSetError
 from itemset.embedded.composite_grammar import Composite
+from itemset.embedded.holes import Once
 from itemset.masking.arena import Place
 from itemset.masking.host import HostState, fill_bitmasks, forced_tokens
 from itemset.serving.catalogue import Catalogue
@@ -91,8 +91,7 @@ class StaticBackend(StructuredOutputBackend):
         self.preparer = Preparer(self._catalogue, logger, self._device)
         self.thinking: dict[str, Any] = {}  # by request: a `thoughts.Thinking`
         self._grammars = Grammars(partial(compat.vocabulary_of, vllm_config, tokenizer))
-        self._xgrammar: XgrammarBackend | None = None
-        self._xgrammar_lock = threading.Lock()
+        self._xgrammar = Once(partial(XgrammarBackend, vllm_config, tokenizer, vocab_size))
         self._bitmask: NDArray[np.int32] = self.allocate_token_bitmask(0).numpy()
         self._least_rows = 0
         """Of a bitmask, those of a request without drafts, by vLLM's own count; 0 before the first step."""
@@ -167,10 +166,7 @@ class StaticBackend(StructuredOutputBackend):
             shared = self._grammars.get(grammar_spec, self._catalogue.__getitem__)
             return StaticGrammar(lambda: Composite(*shared.get(), stops))
         if request_type != StructuredOutputOptions.CHOICE:
-            with self._xgrammar_lock:
-                if self._xgrammar is None:
-                    self._xgrammar = XgrammarBackend(self.vllm_config, self.tokenizer, self.vocab_size)
-            return self._xgrammar.compile_grammar(request_type, grammar_spec, stop_token_ids=stop_token_ids)
+            return self._xgrammar.get().compile_grammar(request_type, grammar_spec, stop_token_ids=stop_token_ids)
         references = json.loads(grammar_spec)
         if len(references) != 1:
             raise ItemSetError("this request did not pass vLLM's input processor, which prepares its item set")
@@ -221,5 +217,4 @@ class StaticBackend(StructuredOutputBackend):
         return bitmask
 
     def destroy(self) -> None:
-        if self._xgrammar is not None:
-            self._xgrammar.destroy()
+        """Nothing is left to do: xgrammar's compiler goes with this object."""

@@ -147,9 +147,8 @@ class ItemSetProcessor(LogitsProcessor):
     def apply_staged_writes(self) -> None:
         if not self._staged:
             return
-        rows = as_table([[slot, *row] for slot, row in self._staged.items()], 4 + MAX_STOP_TOKENS)
-        device = self._req_states.device
-        rows = rows.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else rows
+        table = as_table([[slot, *row] for slot, row in self._staged.items()], 4 + MAX_STOP_TOKENS)
+        rows = compat.to_device(table, self._req_states.device, np.int32)
         self._begin.index_copy_(0, rows[:, 0].long(), rows[:, 1])
         self._slots.assign(rows[:, 0], rows[:, 2], rows[:, 3:])
         self._staged.clear()

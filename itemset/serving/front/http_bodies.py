@@ -235,8 +235,5 @@ def add_routes(app: Any, follower_of: "Callable[[Any], Follower | None]") -> Non
     async def refresh(request: Request, name: str) -> JSONResponse:
         return await respond(request, lambda follower: follower.refresh(name), refreshes)
 
-    # FastAPI reads annotations by name, and these names are local.
-    listed.__annotations__ = {"request": Request}
-    refresh.__annotations__ = {"request": Request, "name": str}
     app.add_api_route(SETS, listed, methods=["GET"])
     app.add_api_route(SETS + "/{name:path}/refresh", refresh, methods=["POST"])

@@ -9,18 +9,10 @@ from vllm.sampling_params import BeamSearchParams, SamplingParams, StructuredOut
 from itemset.serving.constraint import EBNF, JSON, LARK, SLATE, TAG
 from itemset.serving.front.lost_fields import holds_sets, undisguised
 from itemset.serving.front.request import BENDING, UNSAID, ItemRequest, candidates, wants_candidates
-from itemset.serving.front.request_fields import (
-    ATTRIBUTES,
-    DRAWN,
-    LIST,
-    NO_ATTRIBUTES,
-    OPTIONS,
-    REFERENCE,
-    STRUCTURED,
-    WORDS,
-    attributes_asked,
-    wrong_type,
-)
+
+from itemset.serving.front.request_fields import (  # isort: skip
+    ATTRIBUTES, DRAWN, LIST, NO_ATTRIBUTES, OPTIONS, REFERENCE, STRUCTURED, WORDS, attributes_asked, wrong_type,
+)  # fmt: skip
 from itemset.serving.wire import WIRE, EngineRequest
 
 _READ = {*WORDS, *OPTIONS, *DRAWN, LIST}

@@ -90,7 +90,7 @@ def new_completion_output(original: Callable[..., Any], self: Any, finish_reason
             output.finish_reason = "stop"  # also if it had to stop by its limit
         if fault := metrics.count_answer(expected, tokens, told, stopped=stopped):
             logger.error("Request %s: %s", self.external_req_id, fault)
-        _say(output, told)
+        vars(output).update(told)
         if by_output is not None:
             by_output[output.index] = told
     return output
@@ -134,12 +134,7 @@ def _noted(
     """Return a prompt's RequestOutput, whose items are noted for the choices that its endpoint makes. told: by output,
     what is said of items: vLLM drops it from outputs that it joins, where a reader is slow."""
     for output in result.outputs:
-        _say(output, told.get(output.index, {}))
+        vars(output).update(told.get(output.index, {}))
         if fields := told_of(output):
             body.items[prompt, output.index] = fields
     return result
-
-
-def _say(target: Any, told: dict[str, Any]) -> None:
-    for name, value in told.items():
-        setattr(target, name, value)

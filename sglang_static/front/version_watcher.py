@@ -24,15 +24,3 @@ def follower_of(manager: Any) -> Any:
 
         front.follow(lambda message: asyncio.run_coroutine_threadsafe(send_to_all(message), loop).result()).start()
     return front and front.follower
-
-
-def refresh(engine: Any, name: str | None = None) -> list[dict[str, Any]]:
-    """Do `sglang_static.refresh`."""
-
-    async def refreshed() -> list[dict[str, Any]]:
-        follower = follower_of(engine.tokenizer_manager)
-        if follower is None:
-            raise ItemSetError("this engine has no item sets: start it with grammar_backend='static'")
-        return await asyncio.to_thread(follower.refreshed, name)
-
-    return engine.loop.run_until_complete(refreshed())

@@ -22,7 +22,6 @@ from itemset.serving.front.list_runner import Lists
 from itemset.serving.front.request import ItemRequest, Thought
 from itemset.serving.front.request_fields import BEAMS, REFERENCE, ListOptions
 from itemset.serving.front.sampler_limits import PARAMETERS, refuse_unsampled
-from itemset.serving.front.version_watcher import Follower
 from itemset.serving.wire import WIRE, EngineRequest, Tokens
 from vllm_static import compat
 from vllm_static.front.engine_lists import EngineLists
@@ -187,13 +186,3 @@ def follow(client: Any) -> None:
                     raise ItemSetError("the engine has ended") from None
 
     front.follow(send).start()
-
-
-def refresh(llm: Any, name: str | None = None) -> list[dict[str, Any]]:
-    """Do `vllm_static.refresh`."""
-    front = llm.llm_engine.input_processor.static_front_end
-    if front is None:
-        raise ItemSetError("this engine has no item sets: start it with the structured-outputs backend static")
-    core = llm.llm_engine.engine_core
-    follower: Follower = front.follower or front.follow(lambda message: [compat.ask(core, ROLLOUT, message)])
-    return follower.refreshed(name)

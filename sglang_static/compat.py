@@ -38,8 +38,7 @@ def _put(target: str, around: Callable[..., Any]) -> None:
     HookRegistry.apply_hooks()
 
 
-hook = hooks.Hooks(IMPORTED, _put)
-"""Declares a hook into SGLang."""
+hook = hooks.Hooks(IMPORTED, _put)  # declares a hook into SGLang
 
 
 def sglang_version() -> str:

@@ -23,8 +23,7 @@ from itemset.serving.wire import WIRE, EngineRequest
 SUPPORTED = ((0, 32), (0, 33))  # first and last minor version: those that `tests/contract.py` has passed
 BROKEN: tuple[str, ...] = ()  # among them and later
 
-hook = hooks.Hooks(START)
-"""Declares a hook into vLLM."""
+hook = hooks.Hooks(START)  # declares a hook into vLLM
 
 
 def vllm_version() -> str:

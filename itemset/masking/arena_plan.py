@@ -147,8 +147,7 @@ class Plan:
         )
 
 
-Piece = tuple[int, int]
-"""Number and start of a set."""
+Piece = tuple[int, int]  # number and start of a set
 
 
 class Holdings:

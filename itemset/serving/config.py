@@ -23,8 +23,7 @@ Switch = Literal["auto", "on", "off"]
 _Path = Annotated[str, Meta(min_length=1)]
 _Count = Annotated[int, Meta(ge=0)]
 _Rows = Annotated[int, Meta(ge=1)]
-FLAGS = ("item_set_path", "item_set_dir")
-"""The flags that are options by the same name."""
+FLAGS = ("item_set_path", "item_set_dir")  # the flags that are options by the same name
 _SET = "--item-set films=films.itemset"
 
 

@@ -20,8 +20,7 @@ logger = logging.getLogger(__name__)
 EXPECTED = "expected_item"
 """Attribute of a `GenerateReqInput` of one prompt: an `answer_fields.Expected`. Copies for `n` keep it."""
 
-WEIGHED = "item_set_weight"
-"""Attribute of one for which `ask_logprobs` has asked: its field for log p and log q."""
+WEIGHED = "item_set_weight"  # attribute of one for which `ask_logprobs` has asked: its field for log p and log q
 
 
 @hook("sglang.srt.managers.tokenizer_manager:TokenizerManager._stream_one_response")

@@ -14,14 +14,12 @@ from itemset.serving.front.request import ItemRequest, candidates, refuse_beside
 from itemset.serving.front.request_fields import BEAMS, CHOICE, CUSTOM, REFERENCE, SLATE, attributes_asked
 from sglang_static import compat
 
-CARRIED = "item_set_list"
-"""Attribute of the `GenerateReqInput` that asks for a list in one request: its EngineRequest."""
+CARRIED = "item_set_list"  # attribute of the `GenerateReqInput` that asks for a list in one request: its EngineRequest
 _WORDS = (*request_fields.OF_SET, CHOICE)
 _OF_LIST = (request_fields.LIST, request_fields.LIST_AFTER, *request_fields.OPTIONS)
 KINDS = {"json_schema": JSON, "ebnf": EBNF, "structural_tag": TAG}
 """The constraints, in `sampling_params`, in which item sets can stand."""
-OTHERS = ("json_schema", "regex", "ebnf", "structural_tag")
-"""SGLang's own constraints, in `sampling_params`."""
+OTHERS = ("json_schema", "regex", "ebnf", "structural_tag")  # SGLang's own constraints, in `sampling_params`
 
 
 def places(params: Mapping[str, Any], fields: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -17,8 +17,7 @@ from sglang_static.scheduler import masks
 
 _COORDINATOR = "sglang.srt.beam_search.coordinator"
 _SCHEDULER = "sglang.srt.managers.scheduler:Scheduler"
-WHOLE = 0
-"""`num_candidates` of a list's group: it takes whole logits, and not the best tokens of each row."""
+WHOLE = 0  # `num_candidates` of a list's group: it takes whole logits, and not the best tokens of each row
 
 
 def is_list(group: Any) -> bool:
@@ -26,8 +25,7 @@ def is_list(group: Any) -> bool:
     return group is not None and group.num_candidates == WHOLE
 
 
-_admitted: WeakSet[Any] = WeakSet()
-"""Groups, of lists or others, whose prompts are in the engine or about to be."""
+_admitted: WeakSet[Any] = WeakSet()  # groups, of lists or others, whose prompts are in the engine or about to be
 
 
 @hook("sglang.srt.managers.schedule_policy:PrefillAdder.add_one_req")

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
 
-RESIDENT = "item_set_resident"
-"""Attribute of a request in the engine core: the Resident that it holds, until it ends."""
+RESIDENT = "item_set_resident"  # attribute of a request in the engine core: the Resident that it holds, until it ends
 
 
 class DevicePath(Devices):

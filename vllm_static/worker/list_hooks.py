@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
 
-LISTS = "Checked where ranked lists are made inside a step"
-"""Time of an install."""
+LISTS = "Checked where ranked lists are made inside a step"  # time of an install
 _LISTS = "static_lists"
 _PROMPTS = "vllm.v1.worker.gpu.sample.prompt_logprob:PromptLogprobsWorker"
 

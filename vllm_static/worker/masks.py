@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
 
-_PADDING = 64
-"""Columns of a model's head are a multiple of this (model_executor/layers/vocab_parallel_embedding.py)."""
+_PADDING = 64  # columns of a model's head are a multiple of this (model_executor/layers/vocab_parallel_embedding.py)
 
 
 _NO_SET = "requests without a set"

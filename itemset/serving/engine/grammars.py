@@ -12,10 +12,8 @@ from itemset.embedded.holes import Hole, Items, Once, Vocabulary
 from itemset.item_set import ItemSet
 from itemset.serving.constraint import ENVELOPE, SMALL
 
-Sets = Callable[[str], ItemSet]
-"""Returns a set by its reference."""
-Compiled = tuple[Vocabulary, xgrammar.CompiledGrammar, list[Hole]]
-"""What each `Composite` of a constraint begins with."""
+Sets = Callable[[str], ItemSet]  # returns a set by its reference
+Compiled = tuple[Vocabulary, xgrammar.CompiledGrammar, list[Hole]]  # what each `Composite` of a constraint begins with
 
 
 class Grammars:

@@ -25,10 +25,8 @@ from itemset.serving.front.request_fields import (  # isort: skip
     CHOICE, COMPARED, EXTRAS, GUIDED, PARAMS, REFERENCE, STRUCTURED, at, nearest, objects,
 )  # fmt: skip
 
-Fields = Mapping[str, Any]
-"""By name, what a field's type is."""
-LOOKED_AT = 2_000
-"""Values of what an endpoint drops that are looked at one by one; more are searched as one text."""
+Fields = Mapping[str, Any]  # by name, what a field's type is
+LOOKED_AT = 2_000  # values of what an endpoint drops that are looked at one by one; more are searched as one text
 CONTENTS = frozenset({"messages", "prompt", "input", "documents", "metadata", "stop", "chat_template_kwargs"})
 """Fields that are what a user says, also where an endpoint does not know them."""
 

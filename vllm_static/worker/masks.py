@@ -47,10 +47,10 @@ class ItemSetProcessor(LogitsProcessor):
         compat.is_ours(vllm_config)  # as this process has not known yet
         self._req_states = req_states
         # [max_num_reqs] the set of the slot's request, the temperature at which its answer's tokens have
-        # log-probabilities, 0 if nobody asks for them, and whether it is a list.
+        # log-probabilities, 0 if nobody asks for them, and whether it is for a list, whose own tokens do not matter.
         self._numbers = np.full(req_states.max_num_reqs, NO_SET, np.int64)
-        self._temperatures = np.zeros(req_states.max_num_reqs, np.float32)
-        self._lists = np.zeros(req_states.max_num_reqs, np.bool_)
+        self.temperatures = np.zeros(req_states.max_num_reqs, np.float32)
+        self.are_lists = np.zeros(req_states.max_num_reqs, np.bool_)
         self._plain = np.zeros(req_states.max_num_reqs, np.bool_)  # whether nothing but a temperature is asked for
         # Of each slot the tokens of its set, as `Arena.alphabet` gives them, or why logits of all tokens are needed.
         self._alphabets: list[bytes | str] = [_NO_SET] * req_states.max_num_reqs
@@ -90,23 +90,12 @@ class ItemSetProcessor(LogitsProcessor):
     def registered(self) -> list[itemset.ItemSet]:
         return list(self.catalogue.registered.values())
 
-    def only_lists(self, slots: np.ndarray) -> bool:
-        """Return whether all of these requests are for lists, whose own tokens do not matter."""
-        return bool(self._lists[slots].all())
-
-    def any_lists(self, slots: np.ndarray) -> bool:
-        return bool(self._lists[slots].any())
-
-    def asked_to_weigh(self, slots: np.ndarray) -> bool:
-        """Return whether any of them asks for log p and log q."""
-        return bool(self._temperatures[slots].any())
-
     def constrained(self, slots: np.ndarray) -> bool:
-        return bool((self._lists[slots] | (self._numbers[slots] != NO_SET)).any())
+        return bool((self.are_lists[slots] | (self._numbers[slots] != NO_SET)).any())
 
     def alphabet_of(self, slots: np.ndarray) -> bytes | str:
         """Return the one alphabet of these requests, but for lists; or why there is none."""
-        given = [self._alphabets[slot] for slot in slots[~self._lists[slots]]]
+        given = [self._alphabets[slot] for slot in slots[~self.are_lists[slots]]]
         other = next((one for one in given if one is not given[0] and one != given[0]), None)
         why = next((one for one in given if isinstance(one, str)), None)
         return why or (given[0] if other is None else "sets with other tokens")
@@ -117,8 +106,8 @@ class ItemSetProcessor(LogitsProcessor):
         Returns False: `hooks.apply_sampling_params` masks without a copy of the batch's logits.
         """
         carried = read(sampling_params.extra_args) or EngineRequest()
-        self._temperatures[req_idx] = carried.weighs_at(sampling_params.temperature)
-        self._lists[req_idx] = carried.ranked is not None
+        self.temperatures[req_idx] = carried.weighs_at(sampling_params.temperature)
+        self.are_lists[req_idx] = carried.ranked is not None
         if self.child_sampling:
             from vllm_static.worker.child_sampling import is_plain
 
@@ -170,7 +159,7 @@ class ItemSetProcessor(LogitsProcessor):
             return logits
         self.arena.use(numbers)
         batch = self._batch(slots, **layout)
-        logits = logits.clone() if raw or self._temperatures[requests].any() else logits
+        logits = logits.clone() if raw or self.temperatures[requests].any() else logits
         self._slots.step(batch, logits)
         return logits
 
@@ -180,7 +169,7 @@ class ItemSetProcessor(LogitsProcessor):
         logits: [rows, vocabulary], as the model gave them. logprobs: LogprobsTensors, a row each; NaN for a request on
         the host path, whose logits were masked before.
         """
-        each = self._temperatures[input_batch.idx_mapping_np].repeat(np.diff(input_batch.cu_num_logits_np))
+        each = self.temperatures[input_batch.idx_mapping_np].repeat(np.diff(input_batch.cu_num_logits_np))
         if not each.any():
             return
         rows = compat.to_device(np.flatnonzero(each), logits.device)

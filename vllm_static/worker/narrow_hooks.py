@@ -58,8 +58,7 @@ def get_logits(original: Callable[..., Any], lm_head: Any, embedding_bias: Any) 
     when=IMPORTED,
 )
 def sample(original: Callable[..., Any], self: Any, input_batch: Any, grammar_output: Any) -> Any:
-    sets = next((one for one in self.sampler.logits_processors if hasattr(one, "only_lists")), None)
-    slots = input_batch.idx_mapping_np
+    sets, slots = compat.item_sets(self), input_batch.idx_mapping_np
     if sets is None or not sets.constrained(slots):
         return original()
     narrow = sets.narrow
@@ -74,7 +73,7 @@ def sample(original: Callable[..., Any], self: Any, input_batch: Any, grammar_ou
         "counts of NaN": self.sampler.compute_nans,
     }
     why = next((reason for reason, holds in reasons.items() if holds), None)
-    if why is None and sets.only_lists(slots):
+    if why is None and sets.are_lists[slots].all():
         with narrow.of_nobody():
             output, *counts = original()
         output.sampled_token_ids.zero_()  # the same on all ranks
@@ -84,5 +83,5 @@ def sample(original: Callable[..., Any], self: Any, input_batch: Any, grammar_ou
         narrow.steps[alphabet] += 1
         return original()
     narrow.steps[NARROW] += 1
-    with narrow.only(alphabet, spread=True, clear=sets.any_lists(slots)):
+    with narrow.only(alphabet, spread=True, clear=sets.are_lists[slots].any()):
         return original()

@@ -1,13 +1,11 @@
 """Ranked lists by a draft head, in the front end: which requests get one."""
 
-from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from itemset.errors import ItemSetError
-from itemset.item_set import ItemSet
 from itemset.ranking.search import widest
 from itemset.serving.catalogue import InlineSet, RefusedError
-from itemset.serving.config import StaticConfig
+from itemset.serving.front.admission import Checks
 from itemset.serving.front.request_fields import ListOptions
 from itemset.serving.wire import INLINE, MOST_LOGITS, Tokens
 from vllm_static import compat
@@ -36,25 +34,20 @@ class Drafting(NamedTuple):
         return self.placeholders
 
 
-def drafting(vllm_config: Any, fingerprint: Callable[[], str], sets: Mapping[str, ItemSet]) -> Drafting | None:
-    """Open and check the configured head, before the engine starts; None without one.
-
-    fingerprint: of the model's tokenizer. sets: the registered ones. Raises ItemSetError for a file that is missing or
-    damaged, of another model or tokenizer, or drafts none of the sets, and if no lists are made inside a step.
-    """
+def drafting(path: str, vllm_config: Any, checks: Checks) -> Drafting:
+    """Open and check the head in this file, before the engine starts. Raises ItemSetError if it is missing or damaged,
+    of another model or tokenizer, or drafts none of the registered sets, and if no lists are made inside a step."""
     from itemset.draft_head.head import DraftHead
 
-    path = StaticConfig.of(vllm_config.additional_config).item_set_draft_head
-    if path is None:
-        return None
     if (reason := compat.why_rounds(vllm_config)) is not None:
         raise ItemSetError(
             f"{OPTION} needs lists inside the engine, and this one makes them by rounds of requests: {reason}. Omit "
             f"{OPTION}, or see docs/lists.md for what lists inside the engine need"
         )
     head, model = DraftHead.load(path), vllm_config.model_config
-    known = fingerprint() if head.tokenizer is not None else None
+    known = checks.fingerprint if head.tokenizer is not None else None
     head.check(hidden_size=model.get_hidden_size(), vocab_size=model.get_vocab_size(), fingerprint=known)
+    sets = checks.catalogue.registered
     if not any(item_set.longest <= head.levels for item_set in sets.values()):
         lengths = ", ".join(f"{name} has items of up to {one.longest}" for name, one in sets.items()) or "there is none"
         raise ItemSetError(

@@ -63,13 +63,12 @@ class FrontEnd(FrontEndBase):
             added_tokens=compat.added_tokens(vllm_config),
         )
         self.vllm_config = vllm_config
-        self._seats: int = vllm_config.scheduler_config.max_num_seqs
         self._lists: Lists | None = None
         self._drafting = None
         if config.item_set_draft_head is not None:
             from vllm_static.front.draft_head import drafting
 
-            self._drafting = drafting(vllm_config, self.checks.fingerprint, self.checks.catalogue.registered)
+            self._drafting = drafting(config.item_set_draft_head, vllm_config, self.checks)
         self.v2, self._logprobs_mode = bool(vllm_config.use_v2_model_runner), str(model.logprobs_mode)
         path, speculative = "device path, masks inside the sampler", vllm_config.speculative_config
         self.host_path = not compat.on_device_path(vllm_config)
@@ -163,7 +162,8 @@ class FrontEnd(FrontEndBase):
     def lists(self, client: Any) -> Lists:
         """Return what runs the ranked lists of the server whose engine `client` talks to."""
         if self._lists is None:
-            self._lists = Lists(self._seats, lambda: compat.unfinished(client))
+            seats = self.vllm_config.scheduler_config.max_num_seqs
+            self._lists = Lists(seats, lambda: compat.unfinished(client))
         return self._lists
 
 

@@ -5,13 +5,14 @@ import json
 from collections.abc import Callable
 from concurrent.futures import Executor
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
+from vllm.v1.request import Request
 from vllm.v1.structured_output.backend_types import (
     StructuredOutputBackend,
     StructuredOutputGrammar,
@@ -35,9 +36,6 @@ from itemset.serving.wire import WIRE, HolesSpec, SetRef, read
 from vllm_static import compat
 from vllm_static.core.device_path import DevicePath
 from vllm_static.metrics import Figures
-
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
 
@@ -97,7 +95,7 @@ class StaticBackend(StructuredOutputBackend):
         """Of a bitmask, those of a request without drafts, by vLLM's own count; 0 before the first step."""
         compile_all()
 
-    def admit(self, manager: Any, request: "Request") -> bool:
+    def admit(self, manager: Any, request: Request) -> bool:
         """Take over the inline set that came with the request, and return whether the device path takes the request.
         The index travels on to the workers only there, whose arenas may have forgotten it."""
         params = request.sampling_params
@@ -135,7 +133,7 @@ class StaticBackend(StructuredOutputBackend):
         """Return where a request's grammar is compiled; None where vLLM compiles it."""
         return self._grammars.threads(grammar) if grammar and grammar.startswith(ENVELOPE) else None
 
-    def forget(self, request: "Request") -> None:
+    def forget(self, request: Request) -> None:
         """The request has ended."""
         self.thinking.pop(request.request_id, None)
         if self._device is not None:
@@ -174,7 +172,7 @@ class StaticBackend(StructuredOutputBackend):
         return torch.full((max_num_seqs, -(-self.vocab_size // 32)), -1, dtype=torch.int32)
 
     def fill(
-        self, grammar_bitmask: Callable[..., NDArray[np.int32]], manager: Any, requests: "dict[str, Request]",
+        self, grammar_bitmask: Callable[..., NDArray[np.int32]], manager: Any, requests: dict[str, Request],
         request_ids: list[str], drafts: dict[str, list[int]],
     ) -> NDArray[np.int32]:  # fmt: skip
         """Return a step's bitmask, [rows, words] int32: item sets' rows filled in one call, all others by vLLM itself.

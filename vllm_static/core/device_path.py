@@ -6,9 +6,10 @@ can still take the host path. Workers do what they are told and refuse nothing.
 
 import copy
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.logger import init_logger
+from vllm.v1.request import Request
 
 from itemset import ItemSet
 from itemset.masking.arena import ArenaFullError, Place, Plan, Resident
@@ -20,9 +21,6 @@ from itemset.serving.engine.version_rollout import Devices, warn_of_no_room
 from itemset.serving.wire import WIRE, EngineRequest, Prepare, SetRef, Stage, read
 from vllm_static import compat
 from vllm_static.worker.versions import close_in_worker, prepare_in_worker
-
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
 
@@ -40,7 +38,7 @@ class DevicePath(Devices):
             self.holdings.hold(opened.name, opened.item_set)
             self.holdings.settle(opened.name)
 
-    def claim(self, manager: Any, request: "Request", item_set: ItemSet, carried: EngineRequest) -> bool:
+    def claim(self, manager: Any, request: Request, item_set: ItemSet, carried: EngineRequest) -> bool:
         """Claim a place for the request's set, and make the request an ordinary one for vLLM's scheduler.
 
         carried: what the workers get of it, beside the place. False, and nothing done, if it must take the host path:
@@ -60,7 +58,7 @@ class DevicePath(Devices):
         compat.make_ordinary(request, {**params.extra_args, WIRE: carried.but(place=place)})
         return True
 
-    def release(self, request: "Request") -> None:
+    def release(self, request: Request) -> None:
         """The request has ended; its set may go when another needs the room."""
         resident = vars(request).pop(RESIDENT, None)
         if resident is not None:
@@ -85,7 +83,7 @@ class DevicePath(Devices):
         engine.collective_rpc(close_in_worker, args=(name, version, list(open_sets)))
 
 
-def send_index_once(request: "Request", data: Any) -> None:
+def send_index_once(request: Request, data: Any) -> None:
     """Take out of a request's NewRequestData what the workers have: an inline set's index, a filter's bits.
 
     All workers get all of them in order, and keep a set for as long as it is this Resident: only a set that the plan

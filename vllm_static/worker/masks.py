@@ -1,12 +1,14 @@
 """The device path in the worker: one logits processor that keeps every slot's state and masks the whole batch."""
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from vllm.config import VllmConfig
 from vllm.distributed import get_pp_group
 from vllm.logger import init_logger
+from vllm.sampling_params import SamplingParams
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcessor, LogitsProcRequestState
 
 import itemset
@@ -20,16 +22,9 @@ from itemset.trie.walk import FREE
 from vllm_static import compat
 from vllm_static.worker.narrow_head import NarrowHead
 
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.sampling_params import SamplingParams
-
-
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
 
 _PADDING = 64  # columns of a model's head are a multiple of this (model_executor/layers/vocab_parallel_embedding.py)
-
-
 _NO_SET = "requests without a set"
 
 
@@ -43,7 +38,7 @@ class ItemSetProcessor(LogitsProcessor):
     lists: Any = None  # the WideLists that makes ranked lists in this worker's steps, if they are made there
     child_sampling = False  # whether answers are sampled from what may follow, if nothing else is asked of them
 
-    def __init__(self, vllm_config: "VllmConfig", req_states: LogitsProcRequestState) -> None:
+    def __init__(self, vllm_config: VllmConfig, req_states: LogitsProcRequestState) -> None:
         compat.is_ours(vllm_config)  # as this process has not known yet
         self._req_states = req_states
         # [max_num_reqs] the set of the slot's request, the temperature at which its answer's tokens have
@@ -61,7 +56,7 @@ class ItemSetProcessor(LogitsProcessor):
             with compat.kept_through_sleep(vllm_config):
                 self._load(StaticConfig.of(vllm_config.additional_config), vllm_config)
 
-    def _load(self, config: StaticConfig, vllm_config: "VllmConfig") -> None:
+    def _load(self, config: StaticConfig, vllm_config: VllmConfig) -> None:
         self.catalogue = catalogue = Catalogue(config)
         self.child_sampling = config.item_set_child_sampling == "on"
         self.arena = Arena(catalogue.arena_bytes(), self._req_states.device, kernels=config.item_set_kernels)
@@ -100,7 +95,7 @@ class ItemSetProcessor(LogitsProcessor):
         why = next((one for one in given if isinstance(one, str)), None)
         return why or (given[0] if other is None else "sets with other tokens")
 
-    def add_request(self, req_idx: int, sampling_params: "SamplingParams") -> bool:
+    def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
         """Stage the request's set. Also called when it comes back after preemption: its output is walked again. Returns
         False: `hooks.apply_sampling_params` masks without a copy of the batch's logits."""
         carried = read(sampling_params.extra_args) or EngineRequest()

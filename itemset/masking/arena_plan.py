@@ -1,7 +1,7 @@
 """Which set has which piece of an arena's memory, and which are held for requests to come."""
 
 import threading
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -154,9 +154,10 @@ class Holdings:
     """The served version of each set has its room, and the one that is on its way. Call it from one thread. What was
     held before stays in the arena until the room is needed: a rollback copies nothing."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, served: Mapping[str, ItemSet]) -> None:
+        """served: the sets that are held from the start, by name."""
         self._plan = plan
-        self._held: dict[str, Resident] = {}
+        self._held = {name: plan.acquire(item_set) for name, item_set in served.items()}
         self._next: dict[str, Resident] = {}
 
     def hold(self, name: str, item_set: ItemSet) -> Piece:

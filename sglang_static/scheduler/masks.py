@@ -72,12 +72,10 @@ class ItemSetSampler:
         self.catalogue, self.vocab_size = Catalogue(config), vocab_size
         self.forced_drafts = config.forced_drafts
         self.arena = Arena(self.catalogue.arena_bytes(), device, kernels=config.item_set_kernels)
-        self.holdings = Holdings(self.arena.plan)
-        for opened in self.catalogue.serving.values():
-            piece = self.holdings.hold(opened.name, opened.item_set)
-            self.holdings.settle(opened.name)
-            check_tables(opened.item_set)
-            self.arena.place(opened.item_set, *piece)
+        self.holdings = Holdings(self.arena.plan, self.catalogue.registered)
+        for item_set in self.catalogue.registered.values():
+            check_tables(item_set)
+            self.arena.release(self.arena.acquire(item_set))  # it stays: its room is held
         _current[:] = [self]
         logger.info("Item sets on %s: %s bytes", self.arena.device, f"{self.arena.plan.nbytes:,}")
 

@@ -80,12 +80,9 @@ class StaticBackend(StructuredOutputBackend):
     def __init__(self, vllm_config: VllmConfig, tokenizer: Any, vocab_size: int) -> None:
         """Open the registered sets, once an engine core. Raises ItemSetError as `itemset.load` does."""
         super().__init__(vllm_config, tokenizer, vocab_size)
-        config = StaticConfig.of(vllm_config.additional_config)
-        self._catalogue = Catalogue(config)
+        self._catalogue = Catalogue(StaticConfig.of(vllm_config.additional_config))
         self._figures = Figures(self._catalogue)
-        self._device = None
-        if compat.on_device_path(vllm_config):
-            self._device = DevicePath(config, self._catalogue)
+        self._device = DevicePath(self._catalogue) if compat.on_device_path(vllm_config) else None
         self.preparer = Preparer(self._catalogue, logger, self._device)
         self.thinking: dict[str, Any] = {}  # by request: a `thoughts.Thinking`
         self._grammars = Grammars(partial(compat.vocabulary_of, vllm_config, tokenizer))

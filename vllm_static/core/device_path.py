@@ -16,7 +16,6 @@ from itemset.masking.arena import ArenaFullError, Place, Plan, Resident
 from itemset.masking.arena_plan import Holdings
 from itemset.masking.slots import MAX_STOP_TOKENS
 from itemset.serving.catalogue import Catalogue, Opened
-from itemset.serving.config import StaticConfig
 from itemset.serving.engine.version_rollout import Devices, warn_of_no_room
 from itemset.serving.wire import WIRE, EngineRequest, Prepare, SetRef, Stage, read
 from vllm_static import compat
@@ -31,12 +30,9 @@ class DevicePath(Devices):
     """Admits requests to the device path, and brings versions of their sets to the workers, whose executor is `engine`.
     Called by vLLM's input thread and by its engine loop."""
 
-    def __init__(self, config: StaticConfig, catalogue: Catalogue) -> None:
+    def __init__(self, catalogue: Catalogue) -> None:
         self.plan = Plan(catalogue.arena_bytes())
-        self.holdings = Holdings(self.plan)
-        for opened in catalogue.serving.values():
-            self.holdings.hold(opened.name, opened.item_set)
-            self.holdings.settle(opened.name)
+        self.holdings = Holdings(self.plan, catalogue.registered)
 
     def claim(self, manager: Any, request: Request, item_set: ItemSet, carried: EngineRequest) -> bool:
         """Claim a place for the request's set, and make the request an ordinary one for vLLM's scheduler.

@@ -33,8 +33,6 @@ RESERVED = 2  # tokens that SGLang keeps of a context (managers/scheduler.py, in
 
 
 class FrontEnd(FrontEndBase):
-    """SGLang's."""
-
     log = logger
     words = Words("context_length", "--context-length", "min_new_tokens", compat.VARIABLE)
 
@@ -175,7 +173,6 @@ class FrontEnd(FrontEndBase):
         return Thought(asked, [job], prompt)
 
     def list_job(self, asked: ItemRequest, lora: str | None, *, prompt_tokens: int) -> ListJob:
-        """Do `begin_list`."""
         reasons = {"LoRA adapter": lora is not None}
         return self.begin_list(asked, prompt_tokens=prompt_tokens, after=AFTER, reasons=reasons)
 
@@ -188,6 +185,5 @@ class FrontEnd(FrontEndBase):
         return marker
 
     def reasoning_end(self) -> Tokens:
-        """Do `FrontEndBase.reasoning_end`."""
         content = compat.content_after_reasoning(self._tokenizer, SimpleNamespace(require_reasoning=True))
         return tuple(content.args[0]) if isinstance(content, partial) else ()

@@ -35,8 +35,6 @@ PATIENCE = 1.0  # seconds after which a front end checks that the engine is stil
 
 
 class FrontEnd(FrontEndBase):
-    """vLLM's."""
-
     log = logger
     words = Words("max_model_len", "--max-model-len", "min_tokens", "--additional-config")
 
@@ -140,7 +138,6 @@ class FrontEnd(FrontEndBase):
         return lambda request: thought
 
     def reasoning_end(self) -> Tokens:
-        """Do `FrontEndBase.reasoning_end`."""
         begun = SimpleNamespace(reasoning_ended=False, reasoning_parser_kwargs=None)
         content = compat.content_after_reasoning(self.vllm_config, self._tokenizer, begun)
         return tuple(content.args[0]) if isinstance(content, partial) else ()

@@ -11,10 +11,10 @@ def refresh(engine: Any, name: str | None = None) -> list[dict[str, Any]]:
     ItemSetError: no such set, or a version that cannot be served.
     """
     from itemset.errors import ItemSetError
-    from sglang_static.front.version_watcher import follower_of
+    from sglang_static import compat
 
     async def refreshed() -> list[dict[str, Any]]:
-        if (follower := follower_of(engine.tokenizer_manager)) is None:
+        if (follower := compat.follower_of(engine.tokenizer_manager)) is None:
             raise ItemSetError("this engine has no item sets: start it with grammar_backend='static'")
         return await asyncio.to_thread(follower.refreshed, name)
 

@@ -1,5 +1,6 @@
 """Every name of SGLang's that is no official interface, but for the functions that hooks run around."""
 
+import asyncio
 import importlib
 import json
 import logging
@@ -11,6 +12,7 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from itemset.errors import ItemSetError
 from itemset.serving import hooks
 from itemset.serving.config import BACKEND, from_environment
 from itemset.serving.constraint import after
@@ -87,6 +89,25 @@ def server_manager() -> Any:
     """Return the TokenizerManager of this process's server, None where there is none (entrypoints/http_server.py)."""
     state = getattr(sys.modules.get("sglang.srt.entrypoints.http_server"), "_global_state", None)
     return getattr(state, "tokenizer_manager", None)
+
+
+def follower_of(manager: Any) -> Any:
+    """Return a TokenizerManager's `Follower`, begun if need be; None without item sets. Call it on the event loop."""
+    front = getattr(manager, "static_front_end", None)
+    if front is not None and front.follower is None:
+        manager.auto_create_handle_loop()
+        loop = manager.event_loop
+
+        async def send_to_all(message: Any) -> list[Any]:
+            from sglang.srt.managers.io_struct import DumperControlReqInput
+
+            outputs = await manager.dumper_control(DumperControlReqInput(method=METHOD, body=message))
+            if failed := [output.error for output in outputs if not output.success]:
+                raise ItemSetError(failed[0])
+            return [output.response[0] for output in outputs]
+
+        front.follow(lambda message: asyncio.run_coroutine_threadsafe(send_to_all(message), loop).result()).start()
+    return front and front.follower
 
 
 def contract_error(body: Any) -> str | None:

@@ -99,12 +99,9 @@ def new_completion_output(original: Callable[..., Any], self: Any, finish_reason
 @hook("vllm.parser.parser_manager:ParserManager.get_parser", when=IMPORTED)
 def get_parser(original: Callable[..., Any]) -> Any:
     """An item is an answer's content: parsers of reasoning take all for that which their mark does not end."""
-    parser = original()
-    return None if parser is None else _reading_items(parser)
-
-
-def _reading_items(parser: type[Any]) -> type[Any]:
-    """Return vLLM's Parser, but that nothing is reasoning in answers which are items from the first token on."""
+    parser: Any = original()
+    if parser is None:
+        return None
 
     class Reading(parser):
         def parse(self, model_output: str, *args: Any, **kwargs: Any) -> Any:

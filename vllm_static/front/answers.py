@@ -7,7 +7,6 @@ sets stand in its constraint, `CompletionOutput.items` is a list of them. Other 
 import copy
 import weakref
 from collections.abc import Callable, Mapping
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -119,19 +118,17 @@ def get_parser(original: Callable[..., Any]) -> Any:
 
 
 def noting() -> Callable[..., Any]:
-    """Return `_noted` for the next prompt that is handed to the engine."""
+    """Return what notes the items of the next prompt that is handed to the engine, for the choices that its endpoint
+    makes, and passes its RequestOutput on."""
     body = http_bodies.body()
-    body.prompts += 1
-    return partial(_noted, body, body.prompts - 1)
+    prompt, body.prompts = body.prompts, body.prompts + 1
 
+    def note(result: Any, told: Mapping[int, dict[str, Any]] = MappingProxyType({})) -> Any:
+        """told: by output, what is said of items: vLLM drops it from outputs that it joins, where a reader is slow."""
+        for output in result.outputs:
+            vars(output).update(told.get(output.index, {}))
+            if fields := told_of(output):
+                body.items[prompt, output.index] = fields
+        return result
 
-def _noted(
-    body: http_bodies.Body, prompt: int, result: Any, told: Mapping[int, dict[str, Any]] = MappingProxyType({})
-) -> Any:
-    """Return a prompt's RequestOutput, whose items are noted for the choices that its endpoint makes. told: by output,
-    what is said of items: vLLM drops it from outputs that it joins, where a reader is slow."""
-    for output in result.outputs:
-        vars(output).update(told.get(output.index, {}))
-        if fields := told_of(output):
-            body.items[prompt, output.index] = fields
-    return result
+    return note

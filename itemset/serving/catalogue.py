@@ -91,9 +91,6 @@ class Catalogue:
     """Maps a reference, as a request carries it, to its item set. Safe for threads.
 
     What came with requests is kept until newer sets need the room, and known for as long as anybody holds it.
-
-    serving: the current version of each registered set, which requests get, by name. registered: these sets, without
-    their versions. Both are new objects whenever that changes. inline_bytes: of what came with requests and is cached.
     """
 
     def __init__(self, config: StaticConfig) -> None:
@@ -101,13 +98,13 @@ class Catalogue:
         do, but for a set of `item_set_dir`: that is not served."""
         self._config = config
         self._files = {name for name in config.item_sets if not os.path.isdir(config.where(name))}
-        self.serving: Mapping[str, Opened] = {}
-        self.registered: Mapping[str, ItemSet] = {}
+        self.serving: Mapping[str, Opened] = {}  # the current version of each registered set, which requests get
+        self.registered: Mapping[str, ItemSet] = {}  # these sets. Both are new objects whenever that changes
         self._open: dict[str, list[Opened]] = {}  # by set: those that stay open, the current one last
         self._opening: dict[tuple[str, str], Future[Opened]] = {}  # by set and version: begun, and not served yet
         self._known: WeakValueDictionary[str, ItemSet] = WeakValueDictionary()  # registered ones, by reference
         self._inline: OrderedDict[str, InlineSet] = OrderedDict()
-        self.inline_bytes = 0
+        self.inline_bytes = 0  # of what came with requests and is cached
         self._held: WeakValueDictionary[str, InlineSet] = WeakValueDictionary()
         self._thread = ThreadPoolExecutor(1, "item-set-versions")
         self._lock = threading.RLock()

@@ -63,15 +63,12 @@ class BeamMetadata:
 
 
 class BeamKV:
-    """The tokens after some prompts, of rows that branch off these, as many from each.
-
-    used: entries that are taken. recorded: whether a CUDA graph holds its passes.
-    """
+    """The tokens after some prompts, of rows that branch off these, as many from each."""
 
     def __init__(self, runner: Any, prompts: Sequence[Prompt], first_block: int, *, recorded: bool = False) -> None:
         """first_block: the entries of all layers begin there, each in its own cache; there must be enough of them.
         recorded: for passes of one prompt that a CUDA graph holds: another may take its place, see `move_to`."""
-        self.prompts, self.used, self.recorded, self._first_block = prompts, 0, recorded, first_block
+        self.prompts, self.recorded, self._first_block = prompts, recorded, first_block
         (block,) = runner.block_tables.block_sizes
         self._device, self._block_table = runner.device, runner.block_tables.block_tables[0].gpu
         self._lengths = compat.to_device([one.tokens for one in prompts], self._device)
@@ -86,7 +83,7 @@ class BeamKV:
 
     def restart(self) -> None:
         """Begin again after the prompts."""
-        self.used = 0
+        self.used = 0  # entries that are taken
         self._ancestors = torch.empty(len(self.prompts), 1, 0, dtype=torch.int64, device=self._device)
 
     def move_to(self, prompt: Prompt) -> None:

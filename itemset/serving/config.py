@@ -1,6 +1,7 @@
 """What the user configures, the same in every engine: registered sets, limits, flags; and the errors of the start."""
 
 import argparse
+import json
 import os
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -197,10 +198,12 @@ def from_environment(variable: str) -> dict[str, Any]:
     """Return the plugin's options, JSON in an environment variable. Raises ItemSetError if it is no JSON object."""
     text = os.environ.get(variable) or "{}"
     try:
-        return msgspec.json.decode(text, type=dict[str, Any])
+        options = json.loads(text)
     except ValueError:
-        what = f'{variable} must be a JSON object such as {{"item_sets": {{...}}}}'
-        raise ItemSetError(f"{what}, not {text!r:.100}") from None
+        options = None
+    if not isinstance(options, dict):
+        raise ItemSetError(f'{variable} must be a JSON object such as {{"item_sets": {{...}}}}, not {text!r:.100}')
+    return options
 
 
 def with_named(options: Mapping[str, Any], named: Sequence[str]) -> dict[str, Any]:

@@ -37,15 +37,12 @@ class Copies:
     All is copied through two buffers of pinned memory: only from there do copies run beside the host. While the device
     reads one, the host fills the other. For a set larger than both it waits until the first is free.
 
-    All steps belong to one stream, the current one of each `use`.
-
-    streams: a module with Stream, Event, current_stream and stream, as `torch.cuda` has them. Those of `torch.cpu` do
-    nothing, so the bookkeeping is the same on every device.
+    All steps belong to one stream, the current one of each `use`. Streams of a CPU do nothing: the bookkeeping is the
+    same on every device.
     """
 
-    def __init__(self, device: torch.device, max_sets: int, *, streams: Any = None) -> None:
-        self._device = device
-        self._streams = streams or torch.get_device_module(device)
+    def __init__(self, device: torch.device, max_sets: int) -> None:
+        self._device, self._streams = device, torch.get_device_module(device)
         self._stream = self._streams.Stream(device)
         made = self._streams.Event()  # the tables are filled with zeros before any copy
         made.record(self._streams.current_stream(device))

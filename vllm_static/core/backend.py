@@ -2,6 +2,7 @@
 
 import copy
 import json
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Executor
 from functools import partial
@@ -35,7 +36,6 @@ from itemset.serving.warm_up import compile_all
 from itemset.serving.wire import WIRE, HolesSpec, SetRef, read
 from vllm_static import compat
 from vllm_static.core.device_path import DevicePath
-from vllm_static.metrics import Figures
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
 
@@ -81,7 +81,9 @@ class StaticBackend(StructuredOutputBackend):
         """Open the registered sets, once an engine core. Raises ItemSetError as `itemset.load` does."""
         super().__init__(vllm_config, tokenizer, vocab_size)
         self._catalogue = Catalogue(StaticConfig.of(vllm_config.additional_config))
-        self._figures = Figures(self._catalogue)
+        sets = dict.fromkeys(self._catalogue.registered, 0)
+        # Written by the input thread and by the engine's loop, each its own entries.
+        self._figures = {"answered": Counter(sets), "forced": Counter(sets), "by_path": Counter(device=0, host=0)}
         self._device = DevicePath(self._catalogue) if compat.on_device_path(vllm_config) else None
         self.preparer = Preparer(self._catalogue, logger, self._device)
         self.thinking: dict[str, Any] = {}  # by request: a `thoughts.Thinking`
@@ -116,7 +118,7 @@ class StaticBackend(StructuredOutputBackend):
             return is_free
         if not on_device:
             params.extra_args = {**params.extra_args, WIRE: carried.but(item_set=SetRef(made.reference))}
-        self._figures.by_path["device" if on_device else "host"] += carried.ranked is None  # a list has no masks
+        self._figures["by_path"]["device" if on_device else "host"] += carried.ranked is None  # a list has no masks
         return on_device
 
     def _take_holes(self, request: Any, holes: HolesSpec) -> None:
@@ -124,7 +126,7 @@ class StaticBackend(StructuredOutputBackend):
         request.item_set_holes = list(map(self._catalogue.receive, holes.sets))
         request.sampling_params = params = copy.copy(request.sampling_params)
         params.extra_args = {key: value for key, value in params.extra_args.items() if key != WIRE}
-        self._figures.by_path["host"] += 1
+        self._figures["by_path"]["host"] += 1
 
     def threads(self, grammar: str | None) -> Executor | None:
         """Return where a request's grammar is compiled; None where vLLM compiles it."""
@@ -139,17 +141,19 @@ class StaticBackend(StructuredOutputBackend):
         if carried is None or carried.item_set is None or request.status.name != "FINISHED_STOPPED":
             return  # only what has ended by itself is counted
         reference = carried.item_set.reference
-        self._figures.answered[label(reference)] += 1
+        self._figures["answered"][label(reference)] += 1
         item_set = self._catalogue.known(reference)  # nothing is opened for a figure
         start = -1 if carried.place is None else Place(*carried.place).begins_after
         output = list(request.output_token_ids)
         if item_set is not None and (start < 0 or start in output):
             item = output[output.index(start) + 1 :] if start >= 0 else output
-            self._figures.forced[label(reference)] += forced_tokens(item_set, item)
+            self._figures["forced"][label(reference)] += forced_tokens(item_set, item)
 
     def figures(self) -> dict[str, Any]:
-        """For the metrics: plain values, which travel to the front end."""
-        return self._figures.as_dict(self._device and self._device.plan)
+        """Return what is counted, for the metrics: plain values, which travel to the front end."""
+        counts: dict[str, Any] = {name: dict(one) for name, one in self._figures.items()}
+        plan = None if self._device is None else self._device.plan
+        return counts | {"arena": [0, 0] if plan is None else [plan.nbytes, plan.used]}
 
     def compile_grammar(
         self, request_type: StructuredOutputOptions, grammar_spec: str, stop_token_ids: set[int] | None = None

@@ -112,9 +112,7 @@ def follower_of(manager: Any) -> Any:
 
 def contract_error(body: Any) -> str | None:
     """Return what SGLang will refuse of a body of /generate, None if nothing (entrypoints/api_contract.py)."""
-    from sglang.srt.entrypoints.api_contract import generate_contract_error
-
-    return generate_contract_error(body)
+    return importlib.import_module("sglang.srt.entrypoints.api_contract").generate_contract_error(body)
 
 
 def unfinished(manager: Any) -> int:

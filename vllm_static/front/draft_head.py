@@ -1,6 +1,7 @@
 """Ranked lists by a draft head, in the front end: which requests get one."""
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 from itemset.errors import ItemSetError
 from itemset.ranking.search import widest
@@ -13,30 +14,12 @@ from vllm_static import compat
 OPTION = "item_set_draft_head"
 
 
-class Drafting(NamedTuple):
-    """What a front end knows of the draft head."""
+def drafting(path: str, vllm_config: Any, checks: Checks) -> Callable[[InlineSet, ListOptions], Tokens]:
+    """Open and check the head in this file, before the engine starts. Return what gives the placeholders of its lists.
 
-    placeholders: Tokens  # token ids
-    widest: int  # beams for which there is memory
-
-    def of(self, made: InlineSet, asked: ListOptions) -> Tokens:
-        """Return the placeholders of a list that the head makes, else none: it neither proves nor knows inline sets."""
-        ours = not made.reference.startswith(INLINE) and made.item_set.longest <= len(self.placeholders)
-        if not ours or asked.exact or asked.max_passes is not None:
-            return ()
-        if widest(asked.beam) > self.widest:
-            raise RefusedError(
-                "beam search",
-                f"a beam of width {widest(asked.beam):,} has no room for the draft head's logits: ask for at most "
-                f"{self.widest:,}",
-                "width" if asked.width else "n",
-            )
-        return self.placeholders
-
-
-def drafting(path: str, vllm_config: Any, checks: Checks) -> Drafting:
-    """Open and check the head in this file, before the engine starts. Raises ItemSetError if it is missing or damaged,
-    of another model or tokenizer, or drafts none of the registered sets, and if no lists are made inside a step."""
+    Raises ItemSetError if it is missing or damaged, of another model or tokenizer, or drafts none of the registered
+    sets, and if no lists are made inside a step.
+    """
     from itemset.draft_head.head import DraftHead
 
     if (reason := compat.why_rounds(vllm_config)) is not None:
@@ -54,4 +37,16 @@ def drafting(path: str, vllm_config: Any, checks: Checks) -> Drafting:
             f"{head.name} drafts {head.levels} tokens, which is too few for each registered set ({lengths}): register "
             f"the set that it was trained for, or omit {OPTION}"
         )
-    return Drafting(head.placeholders, MOST_LOGITS // (4 * head.row_size))
+    placeholders, most = head.placeholders, MOST_LOGITS // (4 * head.row_size)  # beams for which there is memory
+
+    def placeholders_of(made: InlineSet, asked: ListOptions) -> Tokens:
+        """Return those of a list that the head makes, else none: it neither proves nor knows inline sets."""
+        ours = not made.reference.startswith(INLINE) and made.item_set.longest <= len(placeholders)
+        if not ours or asked.exact or asked.max_passes is not None:
+            return ()
+        if (width := widest(asked.beam)) > most:
+            message = f"a beam of width {width:,} has no room for the draft head's logits: ask for at most {most:,}"
+            raise RefusedError("beam search", message, "width" if asked.width else "n")
+        return placeholders
+
+    return placeholders_of

@@ -154,7 +154,7 @@ class FrontEnd(FrontEndBase):
         return self.begin_list(asked, prompt_tokens=prompt_tokens, after=AFTER + self.v2, reasons={})
 
     def _placeholders(self, made: InlineSet, asked: ListOptions) -> Tokens:
-        return () if self._drafting is None else self._drafting.of(made, asked)
+        return () if self._drafting is None else self._drafting(made, asked)
 
     def lists(self, client: Any) -> Lists:
         """Return what runs the ranked lists of the server whose engine `client` talks to."""

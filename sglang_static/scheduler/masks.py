@@ -47,15 +47,6 @@ class Admitted(NamedTuple):
     stop_tokens: tuple[int, ...]
 
 
-class Step(NamedTuple):
-    """The rows of one step, on the device, one a request."""
-
-    numbers: list[int]  # the sets of those that have one
-    slots: Tensor  # [rows]
-    last: Tensor  # [rows] of each request's input, the last token
-    begin: Tensor  # [rows] see `Batch`, of a history that holds this token alone
-
-
 class ItemSetSampler:
     """One of each scheduler process, beside its model runner. Runs on SGLang's forward stream.
 
@@ -109,7 +100,7 @@ class ItemSetSampler:
             self.slots.forced(states, nobody, nobody.new_zeros(1, drafts - 1), guess=True)
 
     def stage(self, batch: Any) -> None:
-        """Before a forward pass: begin the items of prefilled requests, and note the rows for `mask`."""
+        """Before a forward pass: begin the items of prefilled requests, and note for `mask` the sets and the rows."""
         mode, info = batch.forward_mode, batch.sampling_info
         if info is not None:
             info.item_sets = None  # without the overlap scheduler, SGLang keeps the object from step to step
@@ -124,7 +115,8 @@ class ItemSetSampler:
             last, slots = batch.input_ids.long()[ends], batch.req_pool_indices[:rows].long()
             # Tokens sampled so far, the last input token included: none before a prefill of a new request.
             so_far = (batch.seq_lens[:rows] - self._prompt[slots]).clamp(min=0)
-            info.item_sets = Step(numbers, slots, last, 1 - so_far)
+            # Of each request's input, the history holds the last token alone.
+            info.item_sets = numbers, Batch(slots, last.view(rows, 1), 1 - so_far, self._one[:rows], by_slot=False)
 
     def numbers(self, batch: Any) -> list[int]:
         """Return the sets of the batch's requests that take the device path."""
@@ -132,14 +124,10 @@ class ItemSetSampler:
 
     def mask(self, info: Any, logits: Tensor) -> None:
         """Mask the rows of a step that `stage` has noted, in place. logits: [rows, vocabulary]."""
-        step: Step | None = getattr(info, "item_sets", None)
-        if step is None:
-            return
-        rows = len(step.slots)
-        history, end = step.last.view(rows, 1), self._one[:rows]
-        batch = Batch(step.slots, history, step.begin, end, by_slot=False)
-        self.arena.use(step.numbers)
-        self.slots.step(batch, logits)
+        if (noted := getattr(info, "item_sets", None)) is not None:
+            numbers, batch = noted
+            self.arena.use(numbers)
+            self.slots.step(batch, logits)
 
     def tree_mask(self, verify: Any, batch: Any, other: Any) -> Any:
         """Return the mask of the rows of draft chains or trees, [requests x drafts], for verification: as SGLang's

@@ -306,15 +306,13 @@ def largest_difference(layer: Any, kv_cache: Tensor, segments: int) -> float:
     beams = BeamMetadata(numbers[:2, None], numbers.new_empty(2, 0), numbers[:2], part, blocks - 1, segments)
     output = torch.empty_like(query)
     attend(layer, query, new, kv_cache, beams, output)
-    group, largest = impl.num_heads // kv_heads, 0.0
-    for row in range(2):
-        both = [
-            torch.cat((old, own[row : row + 1])).double().repeat_interleave(group, 1)
-            for old, own in zip((keys, values), new, strict=True)
-        ]
-        scores = torch.einsum("hd,khd->hk", query[row].double(), both[0]) * impl.scale
-        if cap := impl.logits_soft_cap:
-            scores = cap * torch.tanh(scores / cap)
-        expected = torch.einsum("hk,khd->hd", scores.softmax(-1), both[1])
-        largest = max(largest, float((output[row] - expected).abs().max()))
-    return largest
+    group = impl.num_heads // kv_heads
+    all_keys, all_values = (
+        torch.cat((old.expand(2, -1, -1, -1), own[:, None]), 1).double().repeat_interleave(group, 2)
+        for old, own in zip((keys, values), new, strict=True)
+    )
+    scores = torch.einsum("rhd,rkhd->rhk", query.double(), all_keys) * impl.scale
+    if cap := impl.logits_soft_cap:
+        scores = cap * torch.tanh(scores / cap)
+    expected = torch.einsum("rhk,rkhd->rhd", scores.softmax(-1), all_values)
+    return float((output - expected).abs().max())

@@ -369,7 +369,7 @@ def test_the_version_before_stays_until_its_room_is_needed():
         pieces, steps = holdings.hold("films", item_set), 1
         while not arena.place_next("films", item_set, pieces):
             steps += 1
-        holdings.settle("films")
+        holdings.settle("films", item_set.digest)
         return steps
 
     take_up(first)

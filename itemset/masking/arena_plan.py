@@ -175,17 +175,14 @@ class Holdings:
         if name in self._next:
             self._plan.release(self._next.pop(name).number)
 
-    def settle(self, name: str) -> None:
-        """The version that was asked for last is served: the one before it holds no room any more."""
+    def settle(self, name: str, version: str | None) -> None:
+        """The version that was asked for last is served, or no version of the set: what was before holds no room."""
+        if version is None:
+            self.give_up(name)
         if name in self._held:
             self._plan.release(self._held.pop(name).number)
         if name in self._next:
             self._held[name] = self._next.pop(name)
-
-    def drop(self, name: str) -> None:
-        """Hold nothing under this name any more."""
-        self.give_up(name)
-        self.settle(name)
 
 
 def room_for(item_set: ItemSet) -> int:

@@ -62,6 +62,5 @@ class RankDevices(Devices):
 
     def close(self, engine: Any, name: str, version: str | None, open_sets: Collection[str]) -> None:
         if self._sampler is not None:
-            holdings = self._sampler.holdings
-            holdings.drop(name) if version is None else holdings.settle(name)
+            self._sampler.holdings.settle(name, version)
             self._sampler.arena.forget_views(open_sets)

@@ -74,7 +74,7 @@ class DevicePath(Devices):
 
     def close(self, engine: Any, name: str, version: str | None, open_sets: Collection[str]) -> None:
         """Have the workers let go of what this core has closed, at the same step: `Plan.send_again`."""
-        self.holdings.drop(name) if version is None else self.holdings.settle(name)
+        self.holdings.settle(name, version)
         self.plan.send_again(open_sets)
         engine.collective_rpc(close_in_worker, args=(name, version, list(open_sets)))
 

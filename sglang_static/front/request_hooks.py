@@ -5,7 +5,7 @@ from typing import Any
 
 from itemset.errors import ItemSetError
 from itemset.serving.config import start_up
-from itemset.serving.front.request_fields import REFERENCE
+from itemset.serving.front.request_fields import LOGPROBS, REFERENCE
 from itemset.serving.wire import WIRE
 from sglang_static import compat
 from sglang_static.compat import hook
@@ -85,8 +85,9 @@ def _create_tokenized_object(original: Callable[..., Any], self: Any, obj: Any, 
         return tokenized
     given, obj.sampling_params = obj.sampling_params, without_words(obj.sampling_params)
     asked = given.get(REFERENCE)
-    if asked is not None and asked.weighed and not asked.after:
-        answers.ask_logprobs(obj, asked.weighed)
+    if asked is not None and asked.weighed and not asked.after:  # log p and log q come in their place
+        obj.return_logprob, obj.top_logprobs_num = True, int(asked.weighed == LOGPROBS)
+        setattr(obj, answers.WEIGHED, asked.weighed)
     try:
         tokenized = original()
     finally:

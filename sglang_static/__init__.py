@@ -1,5 +1,6 @@
 """The SGLang plugin: `--grammar-backend static`, whose grammar is a finite item set."""
 
+import asyncio
 from typing import Any
 
 
@@ -9,6 +10,12 @@ def refresh(engine: Any, name: str | None = None) -> list[dict[str, Any]]:
     It follows them only while it answers requests. Returns, for each, what `GET /v1/item_sets` tells. Raises
     ItemSetError: no such set, or a version that cannot be served.
     """
-    from sglang_static.front.version_watcher import refresh
+    from itemset.errors import ItemSetError
+    from sglang_static import compat
 
-    return refresh(engine, name)
+    async def refreshed() -> list[dict[str, Any]]:
+        if (follower := compat.follower_of(engine.tokenizer_manager)) is None:
+            raise ItemSetError("this engine has no item sets: start it with grammar_backend='static'")
+        return await asyncio.to_thread(follower.refreshed, name)
+
+    return engine.loop.run_until_complete(refreshed())

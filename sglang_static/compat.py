@@ -1,5 +1,6 @@
 """Every name of SGLang's that is no official interface, but for the functions that hooks run around."""
 
+import asyncio
 import importlib
 import json
 import logging
@@ -13,7 +14,7 @@ from typing import Any
 
 from itemset.errors import ItemSetError
 from itemset.serving import hooks
-from itemset.serving.config import BACKEND
+from itemset.serving.config import BACKEND, from_environment
 from itemset.serving.constraint import after
 from itemset.serving.hooks import IMPORTED
 
@@ -39,8 +40,7 @@ def _put(target: str, around: Callable[..., Any]) -> None:
     HookRegistry.apply_hooks()
 
 
-hook = hooks.Hooks(IMPORTED, _put)
-"""Declares a hook into SGLang."""
+hook = hooks.Hooks(IMPORTED, _put)  # declares a hook into SGLang
 
 
 def sglang_version() -> str:
@@ -52,26 +52,16 @@ def sglang_version() -> str:
 
 
 def install() -> None:
-    """Put each hook in place as soon as its module is imported.
-
-    Raises RuntimeError for a version that is not supported; the import raises it for a missing hook.
-    """
+    """Put each hook in place as soon as its module is imported. Raises RuntimeError for a version that is not
+    supported; the import raises it for a missing hook."""
     installed = sglang_version()
     hooks.check_version("SGLang", installed, SUPPORTED, BROKEN)
     hook.install(f"SGLang {installed}", IMPORTED)
 
 
 def options() -> dict[str, Any]:
-    """Return the plugin's options in this process. Raises ItemSetError where the environment variable is no JSON
-    object."""
-    text = os.environ.get(VARIABLE) or "{}"
-    try:
-        given = json.loads(text)
-    except ValueError:
-        given = None
-    if not isinstance(given, dict):
-        raise ItemSetError(f'{VARIABLE} must be a JSON object such as {{"item_sets": {{...}}}}, not {text!r:.100}')
-    return given
+    """Return the plugin's options in this process. Raises ItemSetError as `from_environment` does."""
+    return from_environment(VARIABLE)
 
 
 def set_options(given: Mapping[str, Any]) -> None:
@@ -101,12 +91,28 @@ def server_manager() -> Any:
     return getattr(state, "tokenizer_manager", None)
 
 
+def follower_of(manager: Any) -> Any:
+    """Return a TokenizerManager's `Follower`, begun if need be; None without item sets. Call it on the event loop."""
+    front = getattr(manager, "static_front_end", None)
+    if front is not None and front.follower is None:
+        manager.auto_create_handle_loop()
+        loop = manager.event_loop
+
+        async def send_to_all(message: Any) -> list[Any]:
+            from sglang.srt.managers.io_struct import DumperControlReqInput
+
+            outputs = await manager.dumper_control(DumperControlReqInput(method=METHOD, body=message))
+            if failed := [output.error for output in outputs if not output.success]:
+                raise ItemSetError(failed[0])
+            return [output.response[0] for output in outputs]
+
+        front.follow(lambda message: asyncio.run_coroutine_threadsafe(send_to_all(message), loop).result()).start()
+    return front and front.follower
+
+
 def contract_error(body: Any) -> str | None:
     """Return what SGLang will refuse of a body of /generate, None if nothing (entrypoints/api_contract.py)."""
-    from sglang.srt.entrypoints.api_contract import generate_contract_error
-
-    error: str | None = generate_contract_error(body)
-    return error
+    return importlib.import_module("sglang.srt.entrypoints.api_contract").generate_contract_error(body)
 
 
 def unfinished(manager: Any) -> int:
@@ -291,5 +297,4 @@ def stop_tokens(request: Any) -> set[int]:
 
 def session_fields() -> tuple[str, ...]:
     """Return what a request may say of its session (managers/io_struct.py)."""
-    fields: tuple[str, ...] = importlib.import_module("sglang.srt.managers.io_struct").SessionParams.__struct_fields__
-    return fields
+    return importlib.import_module("sglang.srt.managers.io_struct").SessionParams.__struct_fields__

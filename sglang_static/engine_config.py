@@ -8,7 +8,7 @@ from typing import Any
 
 from itemset.errors import ItemSetError
 from itemset.serving.catalogue import with_versions
-from itemset.serving.config import BACKEND, FLAGS, StaticConfig, add_flags, on_command_line, start_up, with_named
+from itemset.serving.config import BACKEND, FLAGS, StaticConfig, add_flags, start_up, with_named
 from sglang_static import compat
 from sglang_static.compat import hook
 
@@ -66,8 +66,7 @@ def _add_cli_args(original: Callable[..., Any], parser: Any) -> Any:
 
 @hook("sglang.srt.server_args:ServerArgs.from_cli_args", why="what these flags mean", always=True)
 def _from_cli_args(original: Callable[..., Any], args: Any) -> Any:
-    on_command_line()
-    with start_up():
+    with start_up(from_flags=True):
         apply_flags(args)
     return original()
 

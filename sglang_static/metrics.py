@@ -14,12 +14,10 @@ from itemset.serving.metrics import EngineFigures
 FIGURES = EngineFigures("sum", used="sum")
 
 
-def count_answer(
-    reference: str | None, expected: Any, tokens: Sequence[int], fields: dict[str, Any], *, stopped: bool
-) -> str | None:
-    """Do `metrics.count_answer`, and count the item and its forced tokens. reference: of its set, None of several."""
-    if reference is not None and stopped and fields.get("item") is not None:
-        called = metrics.label(reference)
+def count_answer(expected: Any, tokens: Sequence[int], fields: dict[str, Any], *, stopped: bool) -> str | None:
+    """Do `metrics.count_answer`, and count the item, unless there may be several, and its forced tokens."""
+    if stopped and fields.get("item") is not None:
+        called = metrics.label(expected.reference)
         FIGURES.answered.labels(called).inc()
         content = tokens if expected.content is None else expected.content(tokens)
         FIGURES.forced.labels(called).inc(forced_tokens(expected.item_set, content))

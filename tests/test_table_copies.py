@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -111,7 +112,8 @@ class Streams:
 
 def late(nbytes: int, streams: Streams, max_sets: int = 6) -> Arena:
     arena = Arena(nbytes, max_sets=max_sets, kernels="triton")
-    arena._copies = Copies(arena.device, max_sets, streams=streams)
+    with mock.patch.object(torch, "get_device_module", return_value=streams):
+        arena._copies = Copies(arena.device, max_sets)
     streams.finish()
     return arena
 

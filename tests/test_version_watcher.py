@@ -363,13 +363,13 @@ def versions_of(count: int) -> list[itemset.ItemSet]:
 def test_the_version_before_stays_until_its_room_is_needed():
     first, second, third = versions_of(3)
     arena = Arena(arena_bytes([first, second], 256), max_sets=8)
-    holdings = Holdings(arena.plan)
+    holdings = Holdings(arena.plan, {})
 
     def take_up(item_set: itemset.ItemSet) -> int:
         pieces, steps = holdings.hold("films", item_set), 1
         while not arena.place_next("films", item_set, pieces):
             steps += 1
-        holdings.settle("films")
+        holdings.settle("films", item_set.digest)
         return steps
 
     take_up(first)
@@ -382,7 +382,7 @@ def test_the_version_before_stays_until_its_room_is_needed():
     take_up(third)
     take_up(second)
     arena = Arena(arena_bytes([first, second], 256), max_sets=8)
-    holdings = Holdings(arena.plan)
+    holdings = Holdings(arena.plan, {})
     take_up(first)
     take_up(second)
     number, start = holdings.hold("films", first)
@@ -395,7 +395,7 @@ def test_a_version_comes_in_pieces(monkeypatch):
     monkeypatch.setattr(arenas, "PIECE", 1024)
     (item_set,) = versions_of(1)
     arena = Arena(room_for(item_set), max_sets=2, kernels="triton")
-    holdings = Holdings(arena.plan)
+    holdings = Holdings(arena.plan, {})
     pieces, steps = holdings.hold("films", item_set), 1
     while not arena.place_next("films", item_set, pieces):
         steps += 1

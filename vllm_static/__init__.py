@@ -14,9 +14,15 @@ def refresh(llm: Any, name: str | None = None) -> list[dict[str, Any]]:
     Returns, for each, what `GET /v1/item_sets` tells. Raises ItemSetError: no such set, or a version that cannot be
     served.
     """
-    from vllm_static.front.front_end import refresh
+    from itemset.errors import ItemSetError
+    from vllm_static import compat
+    from vllm_static.metrics import ROLLOUT
 
-    return refresh(llm, name)
+    front, core = llm.llm_engine.input_processor.static_front_end, llm.llm_engine.engine_core
+    if front is None:
+        raise ItemSetError("this engine has no item sets: start it with the structured-outputs backend static")
+    follower = front.follower or front.follow(lambda message: [compat.ask(core, ROLLOUT, message)])
+    return follower.refreshed(name)
 
 
 def __getattr__(name: str) -> Any:

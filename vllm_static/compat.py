@@ -23,8 +23,7 @@ from itemset.serving.wire import WIRE, EngineRequest
 SUPPORTED = ((0, 32), (0, 33))  # first and last minor version: those that `tests/contract.py` has passed
 BROKEN: tuple[str, ...] = ()  # among them and later
 
-hook = hooks.Hooks(START)
-"""Declares a hook into vLLM."""
+hook = hooks.Hooks(START)  # declares a hook into vLLM
 
 
 def vllm_version() -> str:
@@ -175,15 +174,13 @@ def kept_through_sleep(vllm_config: Any) -> contextlib.AbstractContextManager[No
         return contextlib.nullcontext()
     from vllm.device_allocator import get_mem_allocator_instance
 
-    kept: contextlib.AbstractContextManager[None] = get_mem_allocator_instance().use_memory_pool(tag="runtime")
-    return kept
+    return get_mem_allocator_instance().use_memory_pool(tag="runtime")
 
 
 def asleep(worker: Any) -> bool:
     """Return whether nothing may be copied to a worker's device now: its memory is not there."""
     worker = getattr(worker, "worker", worker)
-    enabled: bool = worker.vllm_config.model_config.enable_sleep_mode
-    return enabled and worker.sleep_mode_backend.state() == "SUSPENDED"
+    return worker.vllm_config.model_config.enable_sleep_mode and worker.sleep_mode_backend.state() == "SUSPENDED"
 
 
 def why_host_path(vllm_config: Any) -> str | None:
@@ -297,8 +294,7 @@ def reasoning_end_token(manager: Any, request: Any) -> int | None:
     by_one_token = (BaseThinkingReasoningParser, ParserEngineReasoningAdapter)
     if type(reasoner).is_reasoning_end_streaming not in [base.is_reasoning_end_streaming for base in by_one_token]:
         return None
-    token: int | None = reasoner.vocab.get(reasoner.reasoning_end_str)
-    return token
+    return reasoner.vocab.get(reasoner.reasoning_end_str)
 
 
 def content_after_reasoning(

@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import copy
 import dataclasses
-import json
 import os
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +13,7 @@ import wrapt
 
 from itemset.errors import ItemSetError
 from itemset.serving.catalogue import with_versions
-from itemset.serving.config import BACKEND, FLAGS, StaticConfig, add_flags, on_command_line, start_up, with_named
+from itemset.serving.config import BACKEND, FLAGS, StaticConfig, add_flags, from_environment, start_up, with_named
 from vllm_static import compat
 from vllm_static.compat import hook
 
@@ -69,8 +68,7 @@ def _add_cli_args(original: Callable[..., Any]) -> Any:
 
 @hook("vllm.engine.arg_utils:EngineArgs.from_cli_args", why="what these flags mean", always=True)
 def _from_cli_args(original: Callable[..., Any], args: Any) -> Any:
-    on_command_line()
-    with start_up():
+    with start_up(from_flags=True):
         apply_flags(args)
         if _backend(args) == BACKEND:
             _add_indexes(args)
@@ -97,17 +95,9 @@ def apply_flags(args: argparse.Namespace) -> None:
 
 def apply_environment(args: Any) -> None:
     """Let VLLM_STATIC, options as JSON, choose our backend where no other is: for trainers that build their engine."""
-    text = os.environ.get(VARIABLE)
-    if not text or _backend(args) not in (None, "auto", BACKEND):
-        return
-    try:
-        options = dict(json.loads(text))
-    except (TypeError, ValueError):
-        raise ItemSetError(
-            f'{VARIABLE} must be a JSON object such as {{"item_sets": {{...}}}}, not {text:.100}'
-        ) from None
-    _choose_backend(args)
-    args.additional_config = {**options, **(args.additional_config or {})}
+    if os.environ.get(VARIABLE) and _backend(args) in (None, "auto", BACKEND):
+        args.additional_config = {**from_environment(VARIABLE), **(args.additional_config or {})}
+        _choose_backend(args)
 
 
 def _backend(args: Any) -> str | None:

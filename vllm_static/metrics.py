@@ -2,12 +2,10 @@
 
 import asyncio
 import contextlib
-from collections import Counter as Tally
 from typing import Any
 
 from prometheus_client import Gauge
 
-from itemset.serving.catalogue import Catalogue
 from itemset.serving.metrics import EngineFigures
 
 PATH = "/metrics"
@@ -23,19 +21,6 @@ STEPS = Gauge(
 
 ENGINE_METHOD, ROLLOUT = "item_set_figures", "item_set_rollout"
 """Methods that the plugin adds to vLLM's EngineCore: for `refresh`, and for `Preparer.answer`."""
-
-
-class Figures:
-    """What an engine core counts. Written by its input thread and by its loop, each its own entries."""
-
-    def __init__(self, catalogue: Catalogue) -> None:
-        self.answered = Tally(dict.fromkeys(catalogue.registered, 0))
-        self.forced = Tally(dict.fromkeys(catalogue.registered, 0))
-        self.by_path = Tally({"device": 0, "host": 0})
-
-    def as_dict(self, plan: Any) -> dict[str, Any]:
-        counts = {name: dict(tally) for name, tally in vars(self).items()}
-        return counts | {"arena": [0, 0] if plan is None else [plan.nbytes, plan.used]}
 
 
 async def refresh(app: Any) -> None:

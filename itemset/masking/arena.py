@@ -38,15 +38,12 @@ class Copies:
     All is copied through two buffers of pinned memory: only from there do copies run beside the host. While the device
     reads one, the host fills the other. For a set larger than both it waits until the first is free.
 
-    All steps belong to one stream, the current one of each `use`.
-
-    streams: a module with Stream, Event, current_stream and stream, as `torch.cuda` has them. Those of `torch.cpu` do
-    nothing, so the bookkeeping is the same on every device.
+    All steps belong to one stream, the current one of each `use`. Streams of a CPU do nothing: the bookkeeping is the
+    same on every device.
     """
 
-    def __init__(self, device: torch.device, max_sets: int, *, streams: Any = None) -> None:
-        self._device = device
-        self._streams = streams or torch.get_device_module(device)
+    def __init__(self, device: torch.device, max_sets: int) -> None:
+        self._device, self._streams = device, torch.get_device_module(device)
         self._stream = self._streams.Stream(device)
         made = self._streams.Event()  # the tables are filled with zeros before any copy
         made.record(self._streams.current_stream(device))
@@ -78,9 +75,7 @@ class Copies:
 
     def pieces(self, number: int, overwritten: Iterable[int], parts: Parts) -> Iterator[None]:
         """Copy each part of a set to its tensor. PIECE bytes each time this is advanced: steps may run in between.
-
-        overwritten: the sets that lay there. All of `parts` has been read when this ends.
-        """
+        overwritten: the sets that lay there. All of `parts` has been read when this ends."""
         for other in {*overwritten, number}:
             self._wait_for_readers(other)
         for target, source in parts:
@@ -284,9 +279,7 @@ class Arena:
 
     def place_next(self, name: str, item_set: ItemSet, piece: arena_plan.Piece) -> bool:
         """Copy the next piece of a version's tables, between two steps. Return whether all of them are there.
-
-        name: of the registered set. Raises ItemSetError as `place` does.
-        """
+        name: of the registered set. Raises ItemSetError as `place` does."""
         if name not in self._coming or self._coming[name][0] != piece:
             self._coming[name] = piece, self.placing(item_set, *piece)
         if next(self._coming[name][1], self) is not self:
@@ -333,10 +326,8 @@ def with_addresses(rows: NDArray[np.int64], words: int) -> NDArray[np.int64]:
 
 
 def check_tables(item_set: ItemSet) -> None:
-    """Do ahead of `Arena.place` what reads all of a set, for fractions of a second if it is large.
-
-    Raises ItemSetError if the tables of a set, or of the set below a view, are no trie.
-    """
+    """Do ahead of `Arena.place` what reads all of a set, for fractions of a second if it is large. Raises ItemSetError
+    if the tables of a set, or of the set below a view, are no trie."""
     _refuse_disorder(item_set)
     _ = item_set.level_plan, item_set.token_ids, item_set.whole.ready  # else an arena keeps the set, and its file open
 

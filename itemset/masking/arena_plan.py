@@ -1,7 +1,7 @@
 """Which set has which piece of an arena's memory, and which are held for requests to come."""
 
 import threading
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -147,26 +147,22 @@ class Plan:
         )
 
 
-Piece = tuple[int, int]
-"""Number and start of a set."""
+Piece = tuple[int, int]  # number and start of a set
 
 
 class Holdings:
-    """The served version of each set has its room, and the one that is on its way. Call it from one thread.
+    """The served version of each set has its room, and the one that is on its way. Call it from one thread. What was
+    held before stays in the arena until the room is needed: a rollback copies nothing."""
 
-    What was held before stays in the arena until the room is needed: a rollback copies nothing.
-    """
-
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, served: Mapping[str, ItemSet]) -> None:
+        """served: the sets that are held from the start, by name."""
         self._plan = plan
-        self._held: dict[str, Resident] = {}
+        self._held = {name: plan.acquire(item_set) for name, item_set in served.items()}
         self._next: dict[str, Resident] = {}
 
     def hold(self, name: str, item_set: ItemSet) -> Piece:
-        """Hold room for a version, beside the one that is served. Return where it is to be placed.
-
-        Raises ArenaFullError if there is no such room now; then only the one that is served has its own.
-        """
+        """Hold room for a version, beside the one that is served. Return where it is to be placed. Raises
+        ArenaFullError if there is no such room now; then only the one that is served has its own."""
         try:
             resident = self._plan.acquire(item_set)
         finally:
@@ -179,17 +175,14 @@ class Holdings:
         if name in self._next:
             self._plan.release(self._next.pop(name).number)
 
-    def settle(self, name: str) -> None:
-        """The version that was asked for last is served: the one before it holds no room any more."""
+    def settle(self, name: str, version: str | None) -> None:
+        """The version that was asked for last is served, or no version of the set: what was before holds no room."""
+        if version is None:
+            self.give_up(name)
         if name in self._held:
             self._plan.release(self._held.pop(name).number)
         if name in self._next:
             self._held[name] = self._next.pop(name)
-
-    def drop(self, name: str) -> None:
-        """Hold nothing under this name any more."""
-        self.give_up(name)
-        self.settle(name)
 
 
 def room_for(item_set: ItemSet) -> int:

@@ -65,13 +65,11 @@ def forbid(logits: int, size: int, count: int, words: Any, forbidden: int) -> No
 
 @compiled
 def logit(logits: int, size: int, token: int) -> Any:
-    """Return the bits of a logit."""
     return load32(logits, token) if size == 4 else load16(logits, token) if size == 2 else load64(logits, token)
 
 
 @compiled
 def put_logit(logits: int, size: int, token: int, value: int) -> None:
-    """Set the bits of a logit."""
     if size == 4:
         store32(logits, token, value)
     elif size == 2:

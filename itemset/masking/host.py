@@ -41,13 +41,11 @@ class Walk:
 
     def step(self, state: int, token: int) -> int:
         """Return the state after one more token, DEAD if it is not allowed."""
-        after: int = _step(self._address, state, token)
-        return after
+        return _step(self._address, state, token)
 
     def ends(self, state: int) -> bool:
         """Return whether an item may end in this state."""
-        ends: bool = _ends(self._address, state)
-        return ends
+        return _ends(self._address, state)
 
     def fill(self, state: int, row: NDArray[np.int32]) -> None:
         """Set bit t of `row` [ceil(vocabulary / 32)] if token t may follow, else clear it. Every word is written."""
@@ -148,9 +146,7 @@ def warm_up() -> None:
 
 def forced_tokens(item_set: ItemSet, tokens: Iterable[int]) -> int:
     """Count the tokens that were the only ones that could follow, the stop token after an item among them.
-
-    tokens: of an answer, from the beginning of its item on.
-    """
+    tokens: of an answer, from the beginning of its item on."""
     return int(_forced_tokens(item_set.trie.tables.pointers, np.array(list(tokens), np.int64)))
 
 

@@ -55,18 +55,14 @@ class Opened:
 
 @dataclass(frozen=True, eq=False)
 class InlineSet:
-    """The set of a request, in whose place it then stands: a registered one, or one that came with requests.
+    """The set of a request, in whose place it then stands: a registered one, or one that came with requests."""
 
-    reference: what the request carries through the engine. index: of texts the index file, of a part of another set the
-    view's own arrays, None of a registered set. item_set: opened over these same bytes. nbytes: of all that came, in
-    this process. base: the filter that it stands on.
-    """
-
-    reference: str
-    item_set: ItemSet
+    reference: str  # what the request carries through the engine
+    item_set: ItemSet  # opened over the same bytes as the next
+    # Of texts the index file, of a part of another set the view's own arrays; None of a registered set.
     index: bytes | None = field(default=None, repr=False)
-    nbytes: int = 0
-    base: "InlineSet | None" = None
+    nbytes: int = 0  # of all that came, in this process
+    base: "InlineSet | None" = None  # the filter that it stands on
 
     @classmethod
     def from_index(
@@ -74,9 +70,7 @@ class InlineSet:
         base: "InlineSet | None" = None,
     ) -> Self:  # fmt: skip
         """below: of which it is a part. token_ids: find them now, in a process that asks what occurs in the set.
-
-        Raises ItemSetError as `from_bytes` does.
-        """
+        Raises ItemSetError as `from_bytes` does."""
         if below is None:
             item_set = from_bytes(index, reference)
             item_set.in_order = True  # a process of this server built it, and its checksums hold
@@ -93,25 +87,20 @@ class InlineSet:
 
 class Catalogue:
     """Maps a reference, as a request carries it, to its item set. Safe for threads.
-
-    What came with requests is kept until newer sets need the room, and known for as long as anybody holds it.
-
-    serving: the current version of each registered set, which requests get, by name. registered: these sets, without
-    their versions. Both are new objects whenever that changes. inline_bytes: of what came with requests and is cached.
-    """
+    What came with requests is kept until newer sets need the room, and known for as long as anybody holds it."""
 
     def __init__(self, config: StaticConfig) -> None:
         """Open every registered set from its private copy. Raises ItemSetError as `open` and `StaticConfig.at_start`
         do, but for a set of `item_set_dir`: that is not served."""
         self._config = config
         self._files = {name for name in config.item_sets if not os.path.isdir(config.where(name))}
-        self.serving: Mapping[str, Opened] = {}
-        self.registered: Mapping[str, ItemSet] = {}
+        self.serving: Mapping[str, Opened] = {}  # the current version of each registered set, which requests get
+        self.registered: Mapping[str, ItemSet] = {}  # these sets. Both are new objects whenever that changes
         self._open: dict[str, list[Opened]] = {}  # by set: those that stay open, the current one last
         self._opening: dict[tuple[str, str], Future[Opened]] = {}  # by set and version: begun, and not served yet
         self._known: WeakValueDictionary[str, ItemSet] = WeakValueDictionary()  # registered ones, by reference
         self._inline: OrderedDict[str, InlineSet] = OrderedDict()
-        self.inline_bytes = 0
+        self.inline_bytes = 0  # of what came with requests and is cached
         self._held: WeakValueDictionary[str, InlineSet] = WeakValueDictionary()
         self._thread = ThreadPoolExecutor(1, "item-set-versions")
         self._lock = threading.RLock()
@@ -139,10 +128,8 @@ class Catalogue:
         return opened
 
     def begin(self, message: Prepare, check: Callable[[ItemSet], object]) -> Opened | None:
-        """Return the version once it is open, and until then None: a thread opens it, and checks the set.
-
-        Raises ItemSetError as `open` and `check` do, once.
-        """
+        """Return the version once it is open, and until then None: a thread opens it, and checks the set. Raises
+        ItemSetError as `open` and `check` do, once."""
         key = name, version = message.name, message.version
 
         def work() -> Opened:
@@ -277,9 +264,7 @@ class Catalogue:
 
     def keep(self, inline_set: InlineSet) -> InlineSet:
         """Cache an inline set, in place of the least recently used ones if room is short. Return it, or its equal here.
-
-        A part of a version that is closed by now is not cached, but known for as long as somebody holds it.
-        """
+        A part of a version that is closed by now is not cached, but known for as long as somebody holds it."""
         with self._lock:
             if inline_set.reference in self._inline:
                 return self._inline[inline_set.reference]
@@ -314,9 +299,7 @@ class Catalogue:
 
 def with_versions(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the plugin's options with the versions of their sets: the process that starts an engine decides them.
-
-    Raises ItemSetError as `StaticConfig.of` and `Catalogue` do.
-    """
+    Raises ItemSetError as `StaticConfig.of` and `Catalogue` do."""
     config = StaticConfig.of(options)
     if config.item_set_versions is not None or not (config.item_sets or config.item_set_dir):
         return dict(options)

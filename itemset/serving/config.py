@@ -1,6 +1,7 @@
 """What the user configures, the same in every engine: registered sets, limits, flags; and the errors of the start."""
 
 import argparse
+import json
 import os
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -23,23 +24,18 @@ Switch = Literal["auto", "on", "off"]
 _Path = Annotated[str, Meta(min_length=1)]
 _Count = Annotated[int, Meta(ge=0)]
 _Rows = Annotated[int, Meta(ge=1)]
-FLAGS = ("item_set_path", "item_set_dir")
-"""The flags that are options by the same name."""
+FLAGS = ("item_set_path", "item_set_dir")  # the flags that are options by the same name
 _SET = "--item-set films=films.itemset"
 
 
 @dataclass(frozen=True)
 class Words:
-    """An engine's own terms, for messages to its users.
+    """An engine's own terms, for messages to its users."""
 
-    context, context_flag: the limit of prompt and output together. min_tokens: a request's limit of its output.
-    options: where the plugin's options stand.
-    """
-
-    context: str
+    context: str  # the limit of prompt and output together
     context_flag: str
-    min_tokens: str
-    options: str
+    min_tokens: str  # a request's limit of its output
+    options: str  # where the plugin's options stand
 
     def option(self, name: str) -> str:
         """Return how to set an option that is a number."""
@@ -48,13 +44,12 @@ class Words:
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """What items must keep to. vocab_size: their token ids are below. context: tokens of prompt and output together, of
-    which the engine keeps `reserved`. end_tokens: those at which the model ends an answer."""
+    """What items must keep to."""
 
-    vocab_size: int
-    context: int
-    reserved: int
-    end_tokens: Collection[int]
+    vocab_size: int  # their token ids are below
+    context: int  # tokens of prompt and output together
+    reserved: int  # of these, what the engine keeps
+    end_tokens: Collection[int]  # at which the model ends an answer
 
 
 class StaticConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -199,6 +194,18 @@ def add_flags(parser: argparse.ArgumentParser, *, device_where: str, alias_of: s
     )
 
 
+def from_environment(variable: str) -> dict[str, Any]:
+    """Return the plugin's options, JSON in an environment variable. Raises ItemSetError if it is no JSON object."""
+    text = os.environ.get(variable) or "{}"
+    try:
+        options = json.loads(text)
+    except ValueError:
+        options = None
+    if not isinstance(options, dict):
+        raise ItemSetError(f'{variable} must be a JSON object such as {{"item_sets": {{...}}}}, not {text!r:.100}')
+    return options
+
+
 def with_named(options: Mapping[str, Any], named: Sequence[str]) -> dict[str, Any]:
     """Return the options with more sets in `item_sets`, each "NAME=FILE"."""
     given = options.get("item_sets", [])
@@ -209,15 +216,12 @@ def with_named(options: Mapping[str, Any], named: Sequence[str]) -> dict[str, An
 _from_flags: list[bool] = []
 
 
-def on_command_line() -> None:
-    """Say that this process was started with an engine's flags."""
-    _from_flags[:] = [True]
-
-
 @contextmanager
-def start_up() -> Iterator[None]:
-    """Run the plugin's own code at the start. On a command line, a ValueError of it (ItemSetError is one) ends the
-    process with its sentence and nothing else: a traceback would bury it."""
+def start_up(*, from_flags: bool = False) -> Iterator[None]:
+    """Run the plugin's own code at the start. In a process that was started with an engine's flags, as `from_flags`
+    says once, a ValueError (ItemSetError is one) ends it with its sentence alone: a traceback would bury that."""
+    if from_flags:
+        _from_flags[:] = [True]
     try:
         yield
     except ValueError as error:

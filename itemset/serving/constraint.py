@@ -28,15 +28,12 @@ class SetHole(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Constraint:
-    """A request's constraint with holes. In the request it stands in place of what it was made of.
+    """A request's constraint with holes. In the request it stands in place of what it was made of."""
 
-    kind: one of KINDS. grammar: xgrammar's EBNF with the holes' tokens. compiled: it, in this process.
-    """
-
-    kind: str
-    grammar: str
+    kind: str  # one of KINDS
+    grammar: str  # xgrammar's EBNF with the holes' tokens
     holes: Sequence[SetHole]
-    compiled: xgrammar.CompiledGrammar = field(repr=False)
+    compiled: xgrammar.CompiledGrammar = field(repr=False)  # the grammar, in this process
 
     def __deepcopy__(self, memo: Any) -> "Constraint":
         """Engines copy a request's parameters; this is immutable."""

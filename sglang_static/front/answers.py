@@ -12,7 +12,6 @@ from typing import Any
 from itemset.serving.front import http_bodies
 from itemset.serving.front.answer_fields import FIELDS, Logs
 from itemset.serving.front.request import THOUGHT, Thought
-from itemset.serving.front.request_fields import LOGPROBS
 from sglang_static.compat import hook
 
 logger = logging.getLogger(__name__)
@@ -20,11 +19,7 @@ logger = logging.getLogger(__name__)
 EXPECTED = "expected_item"
 """Attribute of a `GenerateReqInput` of one prompt: an `answer_fields.Expected`. Copies for `n` keep it."""
 
-CALLED = "item_set_of_answer"
-"""Attribute beside it: the reference of its set; None if it has a constraint with sets in it."""
-
-WEIGHED = "item_set_weight"
-"""Attribute of one for which `ask_logprobs` has asked: its field for log p and log q."""
+WEIGHED = "item_set_weight"  # attribute of one for which we have asked for log-probabilities: its field for them
 
 
 @hook("sglang.srt.managers.tokenizer_manager:TokenizerManager._stream_one_response")
@@ -48,17 +43,11 @@ async def stream_one_response(
                     from sglang_static.front.list_requests import after_thought
 
                     told = {"items": await after_thought(self, obj, told[THOUGHT])}
-                stopped, reference = not by_string and finish["type"] == "stop", getattr(obj, CALLED, None)
-                if fault := count_answer(reference, expected, state.output_ids, told, stopped=stopped):
+                stopped = not by_string and finish["type"] == "stop"
+                if fault := count_answer(expected, state.output_ids, told, stopped=stopped):
                     logger.error("Request %s: %s", obj.rid, fault)
                 info.update(told)
             yield part
-
-
-def ask_logprobs(request: Any, weighed: str) -> None:
-    """Let a `GenerateReqInput` of one prompt get log p and log q for log-probabilities (`scheduler.weights`)."""
-    request.return_logprob, request.top_logprobs_num = True, int(weighed == LOGPROBS)
-    setattr(request, WEIGHED, weighed)
 
 
 def _taken_logs(info: dict[str, Any], state: Any) -> Logs:

@@ -33,8 +33,6 @@ RESERVED = 2  # tokens that SGLang keeps of a context (managers/scheduler.py, in
 
 
 class FrontEnd(FrontEndBase):
-    """SGLang's."""
-
     log = logger
     words = Words("context_length", "--context-length", "min_new_tokens", compat.VARIABLE)
 
@@ -132,8 +130,7 @@ class FrontEnd(FrontEndBase):
 
     def encode(self, prompt: str) -> list[int]:
         """Return a prompt's tokens, as SGLang encodes it. Safe for threads, which SGLang's own tokenizer is not."""
-        tokens: list[int] = self._tokenizer.encode(prompt)
-        return tokens
+        return self._tokenizer.encode(prompt)
 
     def _check_weighed(self, weighed: str, request: Any, prompt: int, params: Mapping[str, Any]) -> None:
         """Raises RefusedError where the answers to one of a request's prompts can have no weights."""
@@ -164,7 +161,6 @@ class FrontEnd(FrontEndBase):
         if not params.ignore_eos:
             params.skip_special_tokens = params.spaces_between_special_tokens = False  # an item shows its own
         setattr(request, answers.EXPECTED, self.expected(asked, frozenset(stops | self._all_ends), content))
-        setattr(request, answers.CALLED, carried.reference or None)
 
     def _think(self, asked: ItemRequest, request: Any, params: Any, prompt: list[int]) -> Thought:
         """Let a thought end at its marker, and leave room for the items after it."""
@@ -177,7 +173,6 @@ class FrontEnd(FrontEndBase):
         return Thought(asked, [job], prompt)
 
     def list_job(self, asked: ItemRequest, lora: str | None, *, prompt_tokens: int) -> ListJob:
-        """Do `begin_list`."""
         reasons = {"LoRA adapter": lora is not None}
         return self.begin_list(asked, prompt_tokens=prompt_tokens, after=AFTER, reasons=reasons)
 
@@ -190,6 +185,5 @@ class FrontEnd(FrontEndBase):
         return marker
 
     def reasoning_end(self) -> Tokens:
-        """Do `FrontEndBase.reasoning_end`."""
         content = compat.content_after_reasoning(self._tokenizer, SimpleNamespace(require_reasoning=True))
         return tuple(content.args[0]) if isinstance(content, partial) else ()

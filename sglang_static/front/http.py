@@ -16,7 +16,6 @@ from itemset.serving.front.request_fields import (  # isort: skip
 )  # fmt: skip
 from sglang_static import compat
 from sglang_static.front.request import KINDS, PROMPTS, constraint_of
-from sglang_static.front.version_watcher import follower_of
 
 _BODY = {"": WORDS, STRUCTURED: (CHOICE,)}
 _WITHIN = tuple(word for word in WORDS if word != STRUCTURED)
@@ -49,7 +48,7 @@ class ItemSetFields(http_bodies.BodyMiddleware):
     async def begin(self, scope: Any) -> None:
         """At the start of a server published sets are followed."""
         if scope["type"] == "lifespan":
-            follower_of(compat.server_manager())
+            compat.follower_of(compat.server_manager())
 
     def check(self, scope: Any, given: Any) -> None:
         """Puts `choice` for vLLM's older word, and draws on the way of beam searches."""

@@ -14,14 +14,12 @@ from itemset.serving.front.request import ItemRequest, candidates, refuse_beside
 from itemset.serving.front.request_fields import BEAMS, CHOICE, CUSTOM, REFERENCE, SLATE, attributes_asked
 from sglang_static import compat
 
-CARRIED = "item_set_list"
-"""Attribute of the `GenerateReqInput` that asks for a list in one request: its EngineRequest."""
+CARRIED = "item_set_list"  # attribute of the `GenerateReqInput` that asks for a list in one request: its EngineRequest
 _WORDS = (*request_fields.OF_SET, CHOICE)
 _OF_LIST = (request_fields.LIST, request_fields.LIST_AFTER, *request_fields.OPTIONS)
 KINDS = {"json_schema": JSON, "ebnf": EBNF, "structural_tag": TAG}
 """The constraints, in `sampling_params`, in which item sets can stand."""
-OTHERS = ("json_schema", "regex", "ebnf", "structural_tag")
-"""SGLang's own constraints, in `sampling_params`."""
+OTHERS = ("json_schema", "regex", "ebnf", "structural_tag")  # SGLang's own constraints, in `sampling_params`
 
 
 def places(params: Mapping[str, Any], fields: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -113,9 +111,7 @@ def without_words(params: Mapping[str, Any]) -> dict[str, Any]:
 
 def constraint_of(params: Mapping[str, Any], fields: Mapping[str, Any]) -> tuple[str, Any] | None:
     """Return the kind and the text of the constraint of one prompt; None if there is none in which sets can stand.
-
-    fields: of its body, as for `request.places`.
-    """
+    fields: of its body, as for `request.places`."""
     for place in places(params, fields):
         if place.get(SLATE) is not None:
             return SLATE, place[SLATE]
@@ -140,9 +136,7 @@ _DROPPED = (
 
 def check_prompts(request: Any, *, listed: bool) -> None:
     """Raises RefusedError for prompts, and lists of parameters, that do not go together: SGLang would answer 500.
-
-    request: a GenerateReqInput, or what is known of it. listed: whether it is to get lists or draws.
-    """
+    request: a GenerateReqInput, or what is known of it. listed: whether it is to get lists or draws."""
     prompts = request.text if request.input_ids is None else request.input_ids
     alone = isinstance(prompts, str) or _are(Integral, prompts)
     if request.text is not None and isinstance(request.text, str) != alone:

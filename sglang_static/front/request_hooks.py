@@ -5,11 +5,11 @@ from typing import Any
 
 from itemset.errors import ItemSetError
 from itemset.serving.config import start_up
-from itemset.serving.front.request_fields import REFERENCE
+from itemset.serving.front.request_fields import LOGPROBS, REFERENCE
 from itemset.serving.wire import WIRE
 from sglang_static import compat
 from sglang_static.compat import hook
-from sglang_static.front import answers, version_watcher
+from sglang_static.front import answers
 from sglang_static.front.request import CARRIED, names_sets, places, without_words
 
 
@@ -23,7 +23,7 @@ def _add_middleware(app: Any) -> None:
 
     if not any(one.cls is ItemSetFields for one in app.user_middleware):
         app.user_middleware.append(Middleware(ItemSetFields))
-        add_routes(app, lambda state: version_watcher.follower_of(compat.server_manager()))
+        add_routes(app, lambda state: compat.follower_of(compat.server_manager()))
 
 
 @hook("sglang.srt.managers.tokenizer_manager:TokenizerManager.init_tokenizer_and_processor", always=True)
@@ -43,7 +43,7 @@ async def _generate_request(
     original: Callable[..., Any], self: Any, obj: Any, request: Any
 ) -> AsyncGenerator[Any, None]:
     """Requests are judged, inline sets encoded beside the event loop; a ranked list in place of a beam search."""
-    version_watcher.follower_of(self)  # once there is an event loop
+    compat.follower_of(self)  # once there is an event loop
     if self.static_front_end is not None and hasattr(obj, "custom_logit_processor"):
         from itemset.serving.metrics import refusals
         from sglang_static.front import list_requests
@@ -85,8 +85,9 @@ def _create_tokenized_object(original: Callable[..., Any], self: Any, obj: Any, 
         return tokenized
     given, obj.sampling_params = obj.sampling_params, without_words(obj.sampling_params)
     asked = given.get(REFERENCE)
-    if asked is not None and asked.weighed and not asked.after:
-        answers.ask_logprobs(obj, asked.weighed)
+    if asked is not None and asked.weighed and not asked.after:  # log p and log q come in their place
+        obj.return_logprob, obj.top_logprobs_num = True, int(asked.weighed == LOGPROBS)
+        setattr(obj, answers.WEIGHED, asked.weighed)
     try:
         tokenized = original()
     finally:

@@ -21,8 +21,7 @@ from sglang_static.scheduler.masks import ItemSetSampler
 
 logger = logging.getLogger(__name__)
 
-MASKED = -1e30
-"""What masks the columns of a draft vocabulary: finite, because it may hold none of the legal tokens."""
+MASKED = -1e30  # what masks the columns of a draft vocabulary: finite, because it may hold none of the legal tokens
 
 _WHOLE_ROWS = 16  # of the whole vocabulary, from which a draft vocabulary's columns are gathered, at a time
 

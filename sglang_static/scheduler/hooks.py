@@ -14,8 +14,7 @@ def _process_grammar(original: Callable[..., Any], self: Any, req: Any) -> bool:
     """A request is given its item set."""
     backend = getattr(self.grammar_backend, "static_backend", None)
     admitted = None if backend is None else backend.admit(self, req)
-    waits: bool = original() if admitted is None else admitted
-    return waits
+    return original() if admitted is None else admitted
 
 
 @hook("sglang.srt.constrained.base_grammar_backend:BaseGrammarObject.fill_vocab_mask_batched")

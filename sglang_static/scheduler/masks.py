@@ -1,7 +1,9 @@
 """Item sets inside SGLang's sampler: the state of each request slot, and the mask of each logits row."""
 
+import copy
 import logging
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -45,58 +47,26 @@ class Admitted(NamedTuple):
     stop_tokens: tuple[int, ...]
 
 
-class Step(NamedTuple):
-    """The rows of one step, on the device. slots, last, begin: [rows], one a request.
-
-    numbers: the sets of those that have one. last: of each request's input, the last token. begin: see `Batch`, of a
-    history that holds this token alone.
-    """
-
-    numbers: list[int]
-    slots: Tensor
-    last: Tensor
-    begin: Tensor
-
-
-class Mask:
-    """Of verified drafts, SGLang's GrammarMask (constrained/base_grammar_backend.py), with item sets after the other
-    grammars' bitmask."""
-
-    def __init__(self, other: Any, sampler: "ItemSetSampler", numbers: list[int], batch: Batch) -> None:
-        self._other, self._sampler, self._numbers, self._batch = other, sampler, numbers, batch
-
-    def apply(self, logits: Tensor) -> None:
-        if self._other is not None:
-            self._other.apply(logits)
-        self._sampler.arena.use(self._numbers)
-        self._sampler.slots.step(self._batch, logits)
-
-
 class ItemSetSampler:
     """One of each scheduler process, beside its model runner. Runs on SGLang's forward stream.
 
     A request's slot is its row in `req_to_token`. A prefill, first or after retraction, begins its item anew and walks
     what it has sampled before; each decoding step walks its own input token, and verification what it accepts.
-
-    runner: SGLang's, if there is one. list_rows: rows of a pass of ranked lists for which there is memory. rows_a_step:
-    that those which share a step may have together. Both are set by `list_hooks`.
     """
 
-    runner: Any = None
-    list_rows: int
-    rows_a_step: int
+    runner: Any = None  # SGLang's, if there is one
+    list_rows: int  # rows of a pass of ranked lists for which there is memory; set by `list_hooks`, as is the next
+    rows_a_step: int  # that those which share a step may have together
 
     def __init__(self, config: StaticConfig, device: torch.device | str, vocab_size: int) -> None:
         """Reserve the device's memory. Raises ItemSetError as `itemset.load` and `Arena` do."""
         self.catalogue, self.vocab_size = Catalogue(config), vocab_size
         self.forced_drafts = config.forced_drafts
         self.arena = Arena(self.catalogue.arena_bytes(), device, kernels=config.item_set_kernels)
-        self.holdings = Holdings(self.arena.plan)
-        for opened in self.catalogue.serving.values():
-            piece = self.holdings.hold(opened.name, opened.item_set)
-            self.holdings.settle(opened.name)
-            check_tables(opened.item_set)
-            self.arena.place(opened.item_set, *piece)
+        self.holdings = Holdings(self.arena.plan, self.catalogue.registered)
+        for item_set in self.catalogue.registered.values():
+            check_tables(item_set)
+            self.arena.release(self.arena.acquire(item_set))  # it stays: its room is held
         _current[:] = [self]
         logger.info("Item sets on %s: %s bytes", self.arena.device, f"{self.arena.plan.nbytes:,}")
 
@@ -130,7 +100,7 @@ class ItemSetSampler:
             self.slots.forced(states, nobody, nobody.new_zeros(1, drafts - 1), guess=True)
 
     def stage(self, batch: Any) -> None:
-        """Before a forward pass: begin the items of prefilled requests, and note the rows for `mask`."""
+        """Before a forward pass: begin the items of prefilled requests, and note for `mask` the sets and the rows."""
         mode, info = batch.forward_mode, batch.sampling_info
         if info is not None:
             info.item_sets = None  # without the overlap scheduler, SGLang keeps the object from step to step
@@ -145,7 +115,8 @@ class ItemSetSampler:
             last, slots = batch.input_ids.long()[ends], batch.req_pool_indices[:rows].long()
             # Tokens sampled so far, the last input token included: none before a prefill of a new request.
             so_far = (batch.seq_lens[:rows] - self._prompt[slots]).clamp(min=0)
-            info.item_sets = Step(numbers, slots, last, 1 - so_far)
+            # Of each request's input, the history holds the last token alone.
+            info.item_sets = numbers, Batch(slots, last.view(rows, 1), 1 - so_far, self._one[:rows], by_slot=False)
 
     def numbers(self, batch: Any) -> list[int]:
         """Return the sets of the batch's requests that take the device path."""
@@ -153,17 +124,14 @@ class ItemSetSampler:
 
     def mask(self, info: Any, logits: Tensor) -> None:
         """Mask the rows of a step that `stage` has noted, in place. logits: [rows, vocabulary]."""
-        step: Step | None = getattr(info, "item_sets", None)
-        if step is None:
-            return
-        rows = len(step.slots)
-        history, end = step.last.view(rows, 1), self._one[:rows]
-        batch = Batch(step.slots, history, step.begin, end, by_slot=False)
-        self.arena.use(step.numbers)
-        self.slots.step(batch, logits)
+        if (noted := getattr(info, "item_sets", None)) is not None:
+            numbers, batch = noted
+            self.arena.use(numbers)
+            self.slots.step(batch, logits)
 
-    def tree_mask(self, verify: Any, batch: Any, other: Any) -> Mask:
-        """Return the mask of the rows of draft chains or trees, [requests x drafts], for verification.
+    def tree_mask(self, verify: Any, batch: Any, other: Any) -> Any:
+        """Return the mask of the rows of draft chains or trees, [requests x drafts], for verification: as SGLang's
+        GrammarMask (constrained/base_grammar_backend.py), after that of other grammars, if any.
 
         A row stands for the tokens on its path from the root, the request's last committed token. A draft that leaves
         the set leaves its row unmasked: its parent's row gives it no chance.
@@ -184,7 +152,15 @@ class ItemSetSampler:
             first_row = torch.arange(0, len(slots) * drafts, drafts, device=slots.device)[:, None]
             above = torch.where(parents >= 0, parents + first_row, -1).reshape(-1)
             rows = rows._replace(above=above, layout=TREE)
-        return Mask(other, self, self.numbers(batch), rows)
+        numbers = self.numbers(batch)
+
+        def apply(logits: Tensor) -> None:
+            if other is not None:
+                other.apply(logits)
+            self.arena.use(numbers)
+            self.slots.step(rows, logits)
+
+        return SimpleNamespace(apply=apply)
 
     def force_drafts(self, batch: Any, drafts: Tensor, trees: Tensor) -> None:
         """Overwrite n-grams of requests with a set by a chain: what the set forces, and then guesses within it.
@@ -220,8 +196,7 @@ class ItemSetSampler:
     def advance(self, states: Tensor, tokens: Tensor, slots: Tensor) -> Tensor:
         """Return the states after one more token each; tensors of [n]."""
         marks, after = self.slots.marks[slots], torch.empty_like(states)
-        result: Tensor = self.arena.kernels.advance(self.arena, states, tokens.long(), marks, after)
-        return result
+        return self.arena.kernels.advance(self.arena, states, tokens.long(), marks, after)
 
     def _assign(self, requests: list[Any]) -> None:
         rows: list[list[int]] = []
@@ -281,27 +256,14 @@ def parents_of(first_child: Tensor, next_sibling: Tensor) -> Tensor:
 
 
 def receive_request(catalogue: Catalogue, custom: dict[str, Any]) -> tuple[EngineRequest, ItemSet]:
-    """Return what a request with one set carries in its `custom_params`, and the set, whose bytes are taken out.
-
-    Raises ItemSetError for a set that is not known, or whose tables are damaged.
-    """
+    """Return what a request with one set carries in its `custom_params`, and the set, whose bytes are taken out. Raises
+    ItemSetError for a set that is not known, or whose tables are damaged."""
     carried = read(custom)
     assert carried is not None
     assert carried.item_set is not None
     item_set = catalogue.receive(carried.item_set).item_set
     custom[WIRE] = carried.but(item_set=SetRef(carried.item_set.reference))
     return carried, item_set
-
-
-class _Synchronised:
-    """Sampling info by which all ranks must sample the same token, as with grammars: masked rows have more near
-    ties."""
-
-    def __init__(self, info: Any) -> None:
-        self._info, self.grammars = info, True
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._info, name)
 
 
 @hook("sglang.srt.model_executor.model_runner:ModelRunner._preprocess_logits")
@@ -316,5 +278,8 @@ def preprocess_logits(original: Callable[..., Any], logits_output: Any, sampling
 @hook("sglang.srt.layers.sampler:Sampler.forward")
 def sample(original: Callable[..., Any], sampling_info: Any) -> Any:
     """All ranks sample the same token."""
-    has_sets = getattr(sampling_info, "item_sets", None) is not None
-    return original(sampling_info=_Synchronised(sampling_info) if has_sets else sampling_info)
+    if getattr(sampling_info, "item_sets", None) is None:
+        return original()
+    synchronised = copy.copy(sampling_info)
+    synchronised.grammars = True  # with which all ranks must: masked rows have more near ties
+    return original(sampling_info=synchronised)

@@ -17,8 +17,7 @@ from sglang_static.scheduler import masks
 
 _COORDINATOR = "sglang.srt.beam_search.coordinator"
 _SCHEDULER = "sglang.srt.managers.scheduler:Scheduler"
-WHOLE = 0
-"""`num_candidates` of a list's group: it takes whole logits, and not the best tokens of each row."""
+WHOLE = 0  # `num_candidates` of a list's group: it takes whole logits, and not the best tokens of each row
 
 
 def is_list(group: Any) -> bool:
@@ -26,8 +25,7 @@ def is_list(group: Any) -> bool:
     return group is not None and group.num_candidates == WHOLE
 
 
-_admitted: WeakSet[Any] = WeakSet()
-"""Groups, of lists or others, whose prompts are in the engine or about to be."""
+_admitted: WeakSet[Any] = WeakSet()  # groups, of lists or others, whose prompts are in the engine or about to be
 
 
 @hook("sglang.srt.managers.schedule_policy:PrefillAdder.add_one_req")
@@ -79,13 +77,10 @@ _TURNS = "static_turns"
 
 
 class Turns:
-    """The turns of one scheduler's lists and other requests.
-
-    apart: the batch of the step that is under way, if it is one that lists sit out.
-    """
+    """The turns of one scheduler's lists and other requests."""
 
     def __init__(self, device: str) -> None:
-        self.apart: Any = None
+        self.apart: Any = None  # the batch of the step that is under way, if it is one that lists sit out
         self._small = SMALL_STEP_ON_CPU if device == "cpu" else SMALL_STEP
         self._owed = 0  # rows that the other requests have had less than lists
 
@@ -220,5 +215,4 @@ def _again(group: Any) -> Any:
 
 
 def _turns(scheduler: Any) -> Turns:
-    turns: Turns = vars(scheduler).setdefault(_TURNS, Turns(scheduler.device))
-    return turns
+    return vars(scheduler).setdefault(_TURNS, Turns(scheduler.device))

@@ -28,10 +28,8 @@ def _handle_dumper_control(original: Callable[..., Any], self: Any, recv_req: An
 
 
 class RankDevices(Devices):
-    """The devices of tensor-parallel ranks. `engine` is this rank's scheduler. Called by its loop, between steps.
-
-    All ranks get the same messages in the same step and do the same: they agree on each stage.
-    """
+    """The devices of tensor-parallel ranks. `engine` is this rank's scheduler. Called by its loop, between steps. All
+    ranks get the same messages in the same step and do the same: they agree on each stage."""
 
     def __init__(self, sampler: Any) -> None:
         """sampler: the ItemSetSampler; None on the host path."""
@@ -64,6 +62,5 @@ class RankDevices(Devices):
 
     def close(self, engine: Any, name: str, version: str | None, open_sets: Collection[str]) -> None:
         if self._sampler is not None:
-            holdings = self._sampler.holdings
-            holdings.drop(name) if version is None else holdings.settle(name)
+            self._sampler.holdings.settle(name, version)
             self._sampler.arena.forget_views(open_sets)

@@ -98,7 +98,7 @@ def _weighed(logits: Tensor, rows: Sequence[int], temperatures: Tensor | None = 
 
 def _asking(batch: Any) -> dict[int, bool]:
     """Return the requests of a batch that ask, and whether for log p and log q."""
-    if not batch.return_logprob:  # nobody asks, see `ask`
+    if not batch.return_logprob:  # nobody asks, see `front.request_hooks`
         return {}
     carried = [read(one.sampling_params.custom_params) for one in batch.reqs or ()]
     return {i: one.weighed == LOGPROBS for i, one in enumerate(carried) if one is not None and one.weighed}

@@ -2,17 +2,18 @@
 
 import copy
 import json
-import threading
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Executor
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
+from vllm.v1.request import Request
 from vllm.v1.structured_output.backend_types import (
     StructuredOutputBackend,
     StructuredOutputGrammar,
@@ -22,6 +23,7 @@ from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 
 from itemset import ItemSetError
 from itemset.embedded.composite_grammar import Composite
+from itemset.embedded.holes import Once
 from itemset.masking.arena import Place
 from itemset.masking.host import HostState, fill_bitmasks, forced_tokens
 from itemset.serving.catalogue import Catalogue
@@ -34,10 +36,6 @@ from itemset.serving.warm_up import compile_all
 from itemset.serving.wire import WIRE, HolesSpec, SetRef, read
 from vllm_static import compat
 from vllm_static.core.device_path import DevicePath
-from vllm_static.metrics import Figures
-
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
 
@@ -59,8 +57,7 @@ class StaticGrammar(StructuredOutputGrammar):
         return True
 
     def validate_tokens(self, tokens: list[int]) -> list[int]:
-        prefix: list[int] = self.host.allowed_prefix(tokens)
-        return prefix
+        return self.host.allowed_prefix(tokens)
 
     def rollback(self, num_tokens: int) -> None:
         self.host.rollback(num_tokens)
@@ -83,27 +80,23 @@ class StaticBackend(StructuredOutputBackend):
     def __init__(self, vllm_config: VllmConfig, tokenizer: Any, vocab_size: int) -> None:
         """Open the registered sets, once an engine core. Raises ItemSetError as `itemset.load` does."""
         super().__init__(vllm_config, tokenizer, vocab_size)
-        config = StaticConfig.of(vllm_config.additional_config)
-        self._catalogue = Catalogue(config)
-        self._figures = Figures(self._catalogue)
-        self._device = None
-        if compat.on_device_path(vllm_config):
-            self._device = DevicePath(config, self._catalogue)
+        self._catalogue = Catalogue(StaticConfig.of(vllm_config.additional_config))
+        sets = dict.fromkeys(self._catalogue.registered, 0)
+        # Written by the input thread and by the engine's loop, each its own entries.
+        self._figures = {"answered": Counter(sets), "forced": Counter(sets), "by_path": Counter(device=0, host=0)}
+        self._device = DevicePath(self._catalogue) if compat.on_device_path(vllm_config) else None
         self.preparer = Preparer(self._catalogue, logger, self._device)
         self.thinking: dict[str, Any] = {}  # by request: a `thoughts.Thinking`
         self._grammars = Grammars(partial(compat.vocabulary_of, vllm_config, tokenizer))
-        self._xgrammar: XgrammarBackend | None = None
-        self._xgrammar_lock = threading.Lock()
+        self._xgrammar = Once(partial(XgrammarBackend, vllm_config, tokenizer, vocab_size))
         self._bitmask: NDArray[np.int32] = self.allocate_token_bitmask(0).numpy()
         self._least_rows = 0
         """Of a bitmask, those of a request without drafts, by vLLM's own count; 0 before the first step."""
         compile_all()
 
-    def admit(self, manager: Any, request: "Request") -> bool:
+    def admit(self, manager: Any, request: Request) -> bool:
         """Take over the inline set that came with the request, and return whether the device path takes the request.
-
-        The index travels on to the workers only there, whose arenas may have forgotten it.
-        """
+        The index travels on to the workers only there, whose arenas may have forgotten it."""
         params = request.sampling_params
         carried = read(params.extra_args) if params is not None else None
         if carried is None:
@@ -125,7 +118,7 @@ class StaticBackend(StructuredOutputBackend):
             return is_free
         if not on_device:
             params.extra_args = {**params.extra_args, WIRE: carried.but(item_set=SetRef(made.reference))}
-        self._figures.by_path["device" if on_device else "host"] += carried.ranked is None  # a list has no masks
+        self._figures["by_path"]["device" if on_device else "host"] += carried.ranked is None  # a list has no masks
         return on_device
 
     def _take_holes(self, request: Any, holes: HolesSpec) -> None:
@@ -133,13 +126,13 @@ class StaticBackend(StructuredOutputBackend):
         request.item_set_holes = list(map(self._catalogue.receive, holes.sets))
         request.sampling_params = params = copy.copy(request.sampling_params)
         params.extra_args = {key: value for key, value in params.extra_args.items() if key != WIRE}
-        self._figures.by_path["host"] += 1
+        self._figures["by_path"]["host"] += 1
 
     def threads(self, grammar: str | None) -> Executor | None:
         """Return where a request's grammar is compiled; None where vLLM compiles it."""
         return self._grammars.threads(grammar) if grammar and grammar.startswith(ENVELOPE) else None
 
-    def forget(self, request: "Request") -> None:
+    def forget(self, request: Request) -> None:
         """The request has ended."""
         self.thinking.pop(request.request_id, None)
         if self._device is not None:
@@ -148,17 +141,19 @@ class StaticBackend(StructuredOutputBackend):
         if carried is None or carried.item_set is None or request.status.name != "FINISHED_STOPPED":
             return  # only what has ended by itself is counted
         reference = carried.item_set.reference
-        self._figures.answered[label(reference)] += 1
+        self._figures["answered"][label(reference)] += 1
         item_set = self._catalogue.known(reference)  # nothing is opened for a figure
         start = -1 if carried.place is None else Place(*carried.place).begins_after
         output = list(request.output_token_ids)
         if item_set is not None and (start < 0 or start in output):
             item = output[output.index(start) + 1 :] if start >= 0 else output
-            self._figures.forced[label(reference)] += forced_tokens(item_set, item)
+            self._figures["forced"][label(reference)] += forced_tokens(item_set, item)
 
     def figures(self) -> dict[str, Any]:
-        """For the metrics: plain values, which travel to the front end."""
-        return self._figures.as_dict(self._device and self._device.plan)
+        """Return what is counted, for the metrics: plain values, which travel to the front end."""
+        counts: dict[str, Any] = {name: dict(one) for name, one in self._figures.items()}
+        plan = None if self._device is None else self._device.plan
+        return counts | {"arena": [0, 0] if plan is None else [plan.nbytes, plan.used]}
 
     def compile_grammar(
         self, request_type: StructuredOutputOptions, grammar_spec: str, stop_token_ids: set[int] | None = None
@@ -168,10 +163,7 @@ class StaticBackend(StructuredOutputBackend):
             shared = self._grammars.get(grammar_spec, self._catalogue.__getitem__)
             return StaticGrammar(lambda: Composite(*shared.get(), stops))
         if request_type != StructuredOutputOptions.CHOICE:
-            with self._xgrammar_lock:
-                if self._xgrammar is None:
-                    self._xgrammar = XgrammarBackend(self.vllm_config, self.tokenizer, self.vocab_size)
-            return self._xgrammar.compile_grammar(request_type, grammar_spec, stop_token_ids=stop_token_ids)
+            return self._xgrammar.get().compile_grammar(request_type, grammar_spec, stop_token_ids=stop_token_ids)
         references = json.loads(grammar_spec)
         if len(references) != 1:
             raise ItemSetError("this request did not pass vLLM's input processor, which prepares its item set")
@@ -181,7 +173,7 @@ class StaticBackend(StructuredOutputBackend):
         return torch.full((max_num_seqs, -(-self.vocab_size // 32)), -1, dtype=torch.int32)
 
     def fill(
-        self, grammar_bitmask: Callable[..., NDArray[np.int32]], manager: Any, requests: "dict[str, Request]",
+        self, grammar_bitmask: Callable[..., NDArray[np.int32]], manager: Any, requests: dict[str, Request],
         request_ids: list[str], drafts: dict[str, list[int]],
     ) -> NDArray[np.int32]:  # fmt: skip
         """Return a step's bitmask, [rows, words] int32: item sets' rows filled in one call, all others by vLLM itself.
@@ -222,5 +214,4 @@ class StaticBackend(StructuredOutputBackend):
         return bitmask
 
     def destroy(self) -> None:
-        if self._xgrammar is not None:
-            self._xgrammar.destroy()
+        """Nothing is left to do: xgrammar's compiler goes with this object."""

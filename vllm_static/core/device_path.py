@@ -6,44 +6,35 @@ can still take the host path. Workers do what they are told and refuse nothing.
 
 import copy
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.logger import init_logger
+from vllm.v1.request import Request
 
 from itemset import ItemSet
 from itemset.masking.arena import ArenaFullError, Place, Plan, Resident
 from itemset.masking.arena_plan import Holdings
 from itemset.masking.slots import MAX_STOP_TOKENS
 from itemset.serving.catalogue import Catalogue, Opened
-from itemset.serving.config import StaticConfig
 from itemset.serving.engine.version_rollout import Devices, warn_of_no_room
 from itemset.serving.wire import WIRE, EngineRequest, Prepare, SetRef, Stage, read
 from vllm_static import compat
 from vllm_static.worker.versions import close_in_worker, prepare_in_worker
 
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
-
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
 
-RESIDENT = "item_set_resident"
-"""Attribute of a request in the engine core: the Resident that it holds, until it ends."""
+RESIDENT = "item_set_resident"  # attribute of a request in the engine core: the Resident that it holds, until it ends
 
 
 class DevicePath(Devices):
     """Admits requests to the device path, and brings versions of their sets to the workers, whose executor is `engine`.
+    Called by vLLM's input thread and by its engine loop."""
 
-    Called by vLLM's input thread and by its engine loop.
-    """
-
-    def __init__(self, config: StaticConfig, catalogue: Catalogue) -> None:
+    def __init__(self, catalogue: Catalogue) -> None:
         self.plan = Plan(catalogue.arena_bytes())
-        self.holdings = Holdings(self.plan)
-        for opened in catalogue.serving.values():
-            self.holdings.hold(opened.name, opened.item_set)
-            self.holdings.settle(opened.name)
+        self.holdings = Holdings(self.plan, catalogue.registered)
 
-    def claim(self, manager: Any, request: "Request", item_set: ItemSet, carried: EngineRequest) -> bool:
+    def claim(self, manager: Any, request: Request, item_set: ItemSet, carried: EngineRequest) -> bool:
         """Claim a place for the request's set, and make the request an ordinary one for vLLM's scheduler.
 
         carried: what the workers get of it, beside the place. False, and nothing done, if it must take the host path:
@@ -63,7 +54,7 @@ class DevicePath(Devices):
         compat.make_ordinary(request, {**params.extra_args, WIRE: carried.but(place=place)})
         return True
 
-    def release(self, request: "Request") -> None:
+    def release(self, request: Request) -> None:
         """The request has ended; its set may go when another needs the room."""
         resident = vars(request).pop(RESIDENT, None)
         if resident is not None:
@@ -75,21 +66,20 @@ class DevicePath(Devices):
         piece = None
         if opened is not None:
             try:
-                piece = list(self.holdings.hold(opened.name, opened.item_set))
+                piece = self.holdings.hold(opened.name, opened.item_set)
             except ArenaFullError as error:
                 warn_of_no_room(opened, error, "in --additional-config", logger)
                 return [Stage.HOST]
-        stages: list[Stage | str] = engine.collective_rpc(prepare_in_worker, args=(message, piece))
-        return stages
+        return engine.collective_rpc(prepare_in_worker, args=(message, piece))
 
     def close(self, engine: Any, name: str, version: str | None, open_sets: Collection[str]) -> None:
         """Have the workers let go of what this core has closed, at the same step: `Plan.send_again`."""
-        self.holdings.drop(name) if version is None else self.holdings.settle(name)
+        self.holdings.settle(name, version)
         self.plan.send_again(open_sets)
         engine.collective_rpc(close_in_worker, args=(name, version, list(open_sets)))
 
 
-def send_index_once(request: "Request", data: Any) -> None:
+def send_index_once(request: Request, data: Any) -> None:
     """Take out of a request's NewRequestData what the workers have: an inline set's index, a filter's bits.
 
     All workers get all of them in order, and keep a set for as long as it is this Resident: only a set that the plan

@@ -9,12 +9,11 @@ from vllm_static.compat import hook
 
 
 class Thinking(NamedTuple):
-    """A request that thinks, and then is one for a list. marker: ends the thought; empty after it. then: tokens between
-    it and the list. params: of the list; None if the front end asks for it."""
+    """A request that thinks, and then is one for a list."""
 
-    marker: list[int]
-    then: list[int]
-    params: Any
+    marker: list[int]  # ends the thought; empty after it
+    then: list[int]  # tokens between it and the list
+    params: Any  # of the list; None if the front end asks for it
 
 
 def begin(request: Any, constraint: Any, marker: Tokens, then: Tokens, *, ranked: bool) -> tuple[Thinking, bool]:

@@ -7,7 +7,6 @@ sets stand in its constraint, `CompletionOutput.items` is a list of them. Other 
 import copy
 import weakref
 from collections.abc import Callable, Mapping
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -90,7 +89,7 @@ def new_completion_output(original: Callable[..., Any], self: Any, finish_reason
             output.finish_reason = "stop"  # also if it had to stop by its limit
         if fault := metrics.count_answer(expected, tokens, told, stopped=stopped):
             logger.error("Request %s: %s", self.external_req_id, fault)
-        _say(output, told)
+        vars(output).update(told)
         if by_output is not None:
             by_output[output.index] = told
     return output
@@ -99,12 +98,9 @@ def new_completion_output(original: Callable[..., Any], self: Any, finish_reason
 @hook("vllm.parser.parser_manager:ParserManager.get_parser", when=IMPORTED)
 def get_parser(original: Callable[..., Any]) -> Any:
     """An item is an answer's content: parsers of reasoning take all for that which their mark does not end."""
-    parser = original()
-    return None if parser is None else _reading_items(parser)
-
-
-def _reading_items(parser: type[Any]) -> type[Any]:
-    """Return vLLM's Parser, but that nothing is reasoning in answers which are items from the first token on."""
+    parser: Any = original()
+    if parser is None:
+        return None
 
     class Reading(parser):
         def parse(self, model_output: str, *args: Any, **kwargs: Any) -> Any:
@@ -122,24 +118,17 @@ def _reading_items(parser: type[Any]) -> type[Any]:
 
 
 def noting() -> Callable[..., Any]:
-    """Return `_noted` for the next prompt that is handed to the engine."""
+    """Return what notes the items of the next prompt that is handed to the engine, for the choices that its endpoint
+    makes, and passes its RequestOutput on."""
     body = http_bodies.body()
-    body.prompts += 1
-    return partial(_noted, body, body.prompts - 1)
+    prompt, body.prompts = body.prompts, body.prompts + 1
 
+    def note(result: Any, told: Mapping[int, dict[str, Any]] = MappingProxyType({})) -> Any:
+        """told: by output, what is said of items: vLLM drops it from outputs that it joins, where a reader is slow."""
+        for output in result.outputs:
+            vars(output).update(told.get(output.index, {}))
+            if fields := told_of(output):
+                body.items[prompt, output.index] = fields
+        return result
 
-def _noted(
-    body: http_bodies.Body, prompt: int, result: Any, told: Mapping[int, dict[str, Any]] = MappingProxyType({})
-) -> Any:
-    """Return a prompt's RequestOutput, whose items are noted for the choices that its endpoint makes. told: by output,
-    what is said of items: vLLM drops it from outputs that it joins, where a reader is slow."""
-    for output in result.outputs:
-        _say(output, told.get(output.index, {}))
-        if fields := told_of(output):
-            body.items[prompt, output.index] = fields
-    return result
-
-
-def _say(target: Any, told: dict[str, Any]) -> None:
-    for name, value in told.items():
-        setattr(target, name, value)
+    return note

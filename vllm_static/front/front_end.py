@@ -22,7 +22,6 @@ from itemset.serving.front.list_runner import Lists
 from itemset.serving.front.request import ItemRequest, Thought
 from itemset.serving.front.request_fields import BEAMS, REFERENCE, ListOptions
 from itemset.serving.front.sampler_limits import PARAMETERS, refuse_unsampled
-from itemset.serving.front.version_watcher import Follower
 from itemset.serving.wire import WIRE, EngineRequest, Tokens
 from vllm_static import compat
 from vllm_static.front.engine_lists import EngineLists
@@ -36,8 +35,6 @@ PATIENCE = 1.0  # seconds after which a front end checks that the engine is stil
 
 
 class FrontEnd(FrontEndBase):
-    """vLLM's."""
-
     log = logger
     words = Words("max_model_len", "--max-model-len", "min_tokens", "--additional-config")
 
@@ -64,13 +61,12 @@ class FrontEnd(FrontEndBase):
             added_tokens=compat.added_tokens(vllm_config),
         )
         self.vllm_config = vllm_config
-        self._seats: int = vllm_config.scheduler_config.max_num_seqs
         self._lists: Lists | None = None
         self._drafting = None
         if config.item_set_draft_head is not None:
             from vllm_static.front.draft_head import drafting
 
-            self._drafting = drafting(vllm_config, self.checks.fingerprint, self.checks.catalogue.registered)
+            self._drafting = drafting(config.item_set_draft_head, vllm_config, self.checks)
         self.v2, self._logprobs_mode = bool(vllm_config.use_v2_model_runner), str(model.logprobs_mode)
         path, speculative = "device path, masks inside the sampler", vllm_config.speculative_config
         self.host_path = not compat.on_device_path(vllm_config)
@@ -142,7 +138,6 @@ class FrontEnd(FrontEndBase):
         return lambda request: thought
 
     def reasoning_end(self) -> Tokens:
-        """Do `FrontEndBase.reasoning_end`."""
         begun = SimpleNamespace(reasoning_ended=False, reasoning_parser_kwargs=None)
         content = compat.content_after_reasoning(self.vllm_config, self._tokenizer, begun)
         return tuple(content.args[0]) if isinstance(content, partial) else ()
@@ -159,12 +154,13 @@ class FrontEnd(FrontEndBase):
         return self.begin_list(asked, prompt_tokens=prompt_tokens, after=AFTER + self.v2, reasons={})
 
     def _placeholders(self, made: InlineSet, asked: ListOptions) -> Tokens:
-        return () if self._drafting is None else self._drafting.of(made, asked)
+        return () if self._drafting is None else self._drafting(made, asked)
 
     def lists(self, client: Any) -> Lists:
         """Return what runs the ranked lists of the server whose engine `client` talks to."""
         if self._lists is None:
-            self._lists = Lists(self._seats, lambda: compat.unfinished(client))
+            seats = self.vllm_config.scheduler_config.max_num_seqs
+            self._lists = Lists(seats, lambda: compat.unfinished(client))
         return self._lists
 
 
@@ -187,13 +183,3 @@ def follow(client: Any) -> None:
                     raise ItemSetError("the engine has ended") from None
 
     front.follow(send).start()
-
-
-def refresh(llm: Any, name: str | None = None) -> list[dict[str, Any]]:
-    """Do `vllm_static.refresh`."""
-    front = llm.llm_engine.input_processor.static_front_end
-    if front is None:
-        raise ItemSetError("this engine has no item sets: start it with the structured-outputs backend static")
-    core = llm.llm_engine.engine_core
-    follower: Follower = front.follower or front.follow(lambda message: [compat.ask(core, ROLLOUT, message)])
-    return follower.refreshed(name)

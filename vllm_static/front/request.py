@@ -9,28 +9,18 @@ from vllm.sampling_params import BeamSearchParams, SamplingParams, StructuredOut
 from itemset.serving.constraint import EBNF, JSON, LARK, SLATE, TAG
 from itemset.serving.front.lost_fields import holds_sets, undisguised
 from itemset.serving.front.request import BENDING, UNSAID, ItemRequest, candidates, wants_candidates
-from itemset.serving.front.request_fields import (
-    ATTRIBUTES,
-    DRAWN,
-    LIST,
-    NO_ATTRIBUTES,
-    OPTIONS,
-    REFERENCE,
-    STRUCTURED,
-    WORDS,
-    attributes_asked,
-    wrong_type,
-)
+
+from itemset.serving.front.request_fields import (  # isort: skip
+    ATTRIBUTES, DRAWN, LIST, NO_ATTRIBUTES, OPTIONS, REFERENCE, STRUCTURED, WORDS, attributes_asked, wrong_type,
+)  # fmt: skip
 from itemset.serving.wire import WIRE, EngineRequest
 
 _READ = {*WORDS, *OPTIONS, *DRAWN, LIST}
 
 
 def asked(params: SamplingParams | BeamSearchParams) -> ItemRequest | None:
-    """Return what a request's parameters ask of item sets, judged unless that was done; None if nothing.
-
-    Of a constraint it is not known yet whether sets stand in it. Raises RefusedError as `ItemRequest.of` does.
-    """
+    """Return what a request's parameters ask of item sets, judged unless that was done; None if nothing. Of a
+    constraint it is not known yet whether sets stand in it. Raises RefusedError as `ItemRequest.of` does."""
     extra, k = getattr(params, "extra_args", None) or {}, getattr(params, "beam_width", None)
     if isinstance(extra.get(WIRE), EngineRequest):  # ours, for the list of another request
         return None
@@ -48,9 +38,7 @@ def asked(params: SamplingParams | BeamSearchParams) -> ItemRequest | None:
 
 def asked_of_generate(params: SamplingParams) -> ItemRequest | None:
     """Return the list, or the draws, that `generate` is to make in place of `n` samples; None if it is to sample.
-
-    Raises RefusedError as `ItemRequest.of` does, and for parameters that would be ignored.
-    """
+    Raises RefusedError as `ItemRequest.of` does, and for parameters that would be ignored."""
     extra = params.extra_args or {}
     if not wants_candidates(extra):
         return None

@@ -141,10 +141,8 @@ def add_own(
 
 
 def own_entries(kv_cache: Tensor, first_block: int) -> Tensor:
-    """Return the memory of a layer's last blocks as entries of beams: [entries, KV heads, 2 x size].
-
-    Raises NotImplementedError if a block's memory is not dense.
-    """
+    """Return the memory of a layer's last blocks as entries of beams: [entries, KV heads, 2 x size]. Raises
+    NotImplementedError if a block's memory is not dense."""
     blocks, kv_heads, tokens, both = kv_cache.shape
     if kv_cache.stride(0) != kv_heads * tokens * both:
         raise NotImplementedError(f"a KV cache with strides of {kv_cache.stride()}")
@@ -166,8 +164,7 @@ def _by_flash(layer: Any, query: Tensor, kv_cache: Tensor, beams: BeamMetadata, 
         max_seqlen_q=beams.prompts.most_queries, window_size=[-1, -1], **_of_prompts(impl, beams.prompts),
         return_softmax_lse=True, fa_version=impl.vllm_flash_attn_version,
     )  # fmt: skip
-    log_sums: Tensor = sums
-    return log_sums
+    return sums
 
 
 def _by_triton(layer: Any, query: Tensor, kv_cache: Tensor, beams: BeamMetadata, output: Tensor) -> Tensor:
@@ -309,15 +306,13 @@ def largest_difference(layer: Any, kv_cache: Tensor, segments: int) -> float:
     beams = BeamMetadata(numbers[:2, None], numbers.new_empty(2, 0), numbers[:2], part, blocks - 1, segments)
     output = torch.empty_like(query)
     attend(layer, query, new, kv_cache, beams, output)
-    group, largest = impl.num_heads // kv_heads, 0.0
-    for row in range(2):
-        both = [
-            torch.cat((old, own[row : row + 1])).double().repeat_interleave(group, 1)
-            for old, own in zip((keys, values), new, strict=True)
-        ]
-        scores = torch.einsum("hd,khd->hk", query[row].double(), both[0]) * impl.scale
-        if cap := impl.logits_soft_cap:
-            scores = cap * torch.tanh(scores / cap)
-        expected = torch.einsum("hk,khd->hd", scores.softmax(-1), both[1])
-        largest = max(largest, float((output[row] - expected).abs().max()))
-    return largest
+    group = impl.num_heads // kv_heads
+    all_keys, all_values = (
+        torch.cat((old.expand(2, -1, -1, -1), own[:, None]), 1).double().repeat_interleave(group, 2)
+        for old, own in zip((keys, values), new, strict=True)
+    )
+    scores = torch.einsum("rhd,rkhd->rhk", query.double(), all_keys) * impl.scale
+    if cap := impl.logits_soft_cap:
+        scores = cap * torch.tanh(scores / cap)
+    expected = torch.einsum("rhk,rkhd->rhd", scores.softmax(-1), all_values)
+    return float((output - expected).abs().max())

@@ -63,23 +63,19 @@ def logits_room(runner: Any) -> int:
     tokens = len(run_logits(runner, 64))
     each = (memory.max_memory_allocated(runner.device) - before) // tokens
     free = memory.mem_get_info(runner.device)[0] + memory.memory_reserved(runner.device) - before
-    room: int = max(0, free // 2 - SEARCH) // max(1, each)
-    return min(most, room)
+    return min(most, max(0, free // 2 - SEARCH) // max(1, each))
 
 
 @torch.inference_mode()
 def run_logits(runner: Any, tokens: int) -> Tensor:
     """Return logits of this many tokens, of no meaning: [tokens, vocabulary]. PyTorch keeps their memory for others.
-
-    With adapters, of no more than a pass has: their buffers have no room for others.
-    """
+    With adapters, of no more than a pass has: their buffers have no room for others."""
     if runner.lora_config is not None:
         tokens = min(tokens, runner.max_num_tokens)
     use_adapters(runner, [], np.zeros(tokens, np.intp))
     size = runner.model_config.get_hidden_size()
     hidden = torch.zeros(tokens, size, dtype=runner.dtype, device=runner.device)
-    logits: Tensor = runner.model.compute_logits(hidden)
-    return logits
+    return runner.model.compute_logits(hidden)
 
 
 def states_after(runner: Any, kv: BeamKV, tokens: Tensor) -> Generator[int, None, Tensor]:

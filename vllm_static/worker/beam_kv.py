@@ -17,74 +17,58 @@ from vllm_static import compat
 
 
 class Room(NamedTuple):
-    """The memory that a worker keeps for lists. blocks: of the KV cache, which the scheduler does not know: for beams'
-    own tokens. beams: that have room in it. tokens: whose logits may stand in memory."""
+    """The memory that a worker keeps for lists."""
 
-    blocks: int
-    beams: int
-    tokens: int
+    blocks: int  # of the KV cache, which the scheduler does not know: for beams' own tokens
+    beams: int  # that have room in them
+    tokens: int  # whose logits may stand in memory
 
 
 class Prompt(NamedTuple):
-    """A request whose prompt's KV is complete. slot: its row of the runner's block tables. tokens: its length."""
+    """A request whose prompt's KV is complete."""
 
     request: str
-    slot: int
+    slot: int  # its row of the runner's block tables
     tokens: int
 
 
 @dataclass(frozen=True)
 class PromptPart:
-    """Some rows' queries, prompt by prompt, and the paged KV of the prompts.
+    """Some rows' queries, prompt by prompt, and the paged KV of the prompts."""
 
-    starts: [prompts + 1] int32, each prompt's first query token, and the end. lengths: [prompts] int32, its tokens.
-    tables: [prompts, blocks] int32. spans: the same starts and lengths on the host, of each prompt (first query, end,
-    tokens). most_queries, most_keys: of any prompt.
-    """
-
-    starts: Tensor
-    lengths: Tensor
-    tables: Tensor
-    spans: list[tuple[int, int, int]]
-    most_queries: int
+    starts: Tensor  # [prompts + 1] int32, each prompt's first query token, and the end
+    lengths: Tensor  # [prompts] int32, its tokens
+    tables: Tensor  # [prompts, blocks] int32
+    spans: list[tuple[int, int, int]]  # the same on the host, of each prompt: first query, end, tokens
+    most_queries: int  # of any prompt, as are the next
     most_keys: int
 
 
 @dataclass(frozen=True)
 class BeamMetadata:
-    """What a pass tells the model's attention layers: the metadata type by which they know it.
+    """What a pass tells the model's attention layers: the metadata type by which they know it."""
 
-    positions: [rows, more] int64, counted from the prompt's first token. ancestors: [rows, known] int64, the entries of
-    each row's tokens so far. entries: [rows] int64, where the KV of each row's first query token goes; tails are never
-    read again. first_block: of the cache, from which on entries lie. segments: parts in which a kernel goes through a
-    prompt, 0 for as many as suit the pass. scratch: of kernels, for all layers.
-    """
-
-    positions: Tensor
-    ancestors: Tensor
-    entries: Tensor
+    positions: Tensor  # [rows, more] int64, counted from the prompt's first token
+    ancestors: Tensor  # [rows, known] int64, the entries of each row's tokens so far
+    entries: Tensor  # [rows] int64, where the KV of each row's first query token goes; tails are never read again
     prompts: PromptPart
-    first_block: int
-    segments: int = 0
-    scratch: dict[tuple[int, ...], tuple[Tensor, ...]] = field(default_factory=dict)
+    first_block: int  # of the cache, from which on entries lie
+    segments: int = 0  # parts in which a kernel goes through a prompt, 0 for as many as suit the pass
+    scratch: dict[tuple[int, ...], tuple[Tensor, ...]] = field(default_factory=dict)  # of kernels, for all layers
 
     @property
     def tokens(self) -> int:
         """Query tokens, without those that fill up a CUDA graph."""
-        count: int = self.positions.numel()
-        return count
+        return self.positions.numel()
 
 
 class BeamKV:
-    """The tokens after some prompts, of rows that branch off these, as many from each.
-
-    used: entries that are taken. recorded: whether a CUDA graph holds its passes.
-    """
+    """The tokens after some prompts, of rows that branch off these, as many from each."""
 
     def __init__(self, runner: Any, prompts: Sequence[Prompt], first_block: int, *, recorded: bool = False) -> None:
         """first_block: the entries of all layers begin there, each in its own cache; there must be enough of them.
         recorded: for passes of one prompt that a CUDA graph holds: another may take its place, see `move_to`."""
-        self.prompts, self.used, self.recorded, self._first_block = prompts, 0, recorded, first_block
+        self.prompts, self.recorded, self._first_block = prompts, recorded, first_block
         (block,) = runner.block_tables.block_sizes
         self._device, self._block_table = runner.device, runner.block_tables.block_tables[0].gpu
         self._lengths = compat.to_device([one.tokens for one in prompts], self._device)
@@ -99,7 +83,7 @@ class BeamKV:
 
     def restart(self) -> None:
         """Begin again after the prompts."""
-        self.used = 0
+        self.used = 0  # entries that are taken
         self._ancestors = torch.empty(len(self.prompts), 1, 0, dtype=torch.int64, device=self._device)
 
     def move_to(self, prompt: Prompt) -> None:
@@ -110,9 +94,7 @@ class BeamKV:
 
     def fork(self, parents: Tensor, known: int) -> None:
         """Let rows go on from these rows of the last pass, or from the prompts.
-
-        parents: [prompts, rows] int64, each counted among its prompt's rows. known: tokens that every row keeps.
-        """
+        parents: [prompts, rows] int64, each counted among its prompt's rows. known: tokens that every row keeps."""
         self._ancestors = self._ancestors[:, :, :known].gather(1, parents[:, :, None].expand(-1, -1, known))
 
     def metadata(self, rows: slice, more: int) -> BeamMetadata:

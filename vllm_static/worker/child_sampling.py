@@ -25,15 +25,12 @@ def is_plain(sampling_params: Any) -> bool:
     return sampling_params.top_k in (-1, 0) and all(value == none or (not value and not none) for value, none in given)
 
 
-@hook(
-    "vllm.v1.worker.gpu.sample.sampler:Sampler.sample",
-    why="answers of sets are sampled from what may follow, without a mask, if nothing else is asked of them",
-    when=IMPORTED,
-)
+@hook("vllm.v1.worker.gpu.sample.sampler:Sampler.sample", when=IMPORTED)
 def sample(
     original: Callable[..., Any], self: Any, logits: Any, expanded_idx_mapping: Any, idx_mapping_np: Any, pos: Any,
     input_ids: Any, expanded_local_pos: Any, return_logprobs: bool,
 ) -> Any:  # fmt: skip
+    """Answers of sets are sampled from what may follow, without a mask, if nothing else is asked of them."""
     sets = next((one for one in self.logits_processors if hasattr(one, "samples_children")), None)
     reads_all = return_logprobs or self.return_sampling_mask or self.trace_replay_state is not None
     if sets is None or reads_all or len(logits) != len(idx_mapping_np) or not sets.samples_children(idx_mapping_np):

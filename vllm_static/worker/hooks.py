@@ -37,18 +37,14 @@ def follow(original: Callable[..., Any], self: Any) -> None:
     again, into the memory where it lies: a trainer saves it before it updates the model."""
     original()
     try:
-        _follow(self)
+        path = StaticConfig.of(self.vllm_config.additional_config).item_set_draft_head
+        if (processor := compat.item_sets(self)) is not None:
+            processor.narrow.refresh()
+            if path is not None and processor.head is not None:
+                from itemset.draft_head.head import DraftHead
+
+                processor.head.load_state_dict(DraftHead.load(path, processor.arena.device).state_dict())
     except Exception:  # a worker that raises ends the engine
         logger.exception(
             "What item sets take of the weights stays as it was: check the draft head's file, update again"
         )
-
-
-def _follow(runner: Any) -> None:
-    path = StaticConfig.of(runner.vllm_config.additional_config).item_set_draft_head
-    if (processor := compat.item_sets(runner)) is not None:
-        processor.narrow.refresh()
-        if path is not None and processor.head is not None:
-            from itemset.draft_head.head import DraftHead
-
-            processor.head.load_state_dict(DraftHead.load(path, processor.arena.device).state_dict())

@@ -38,27 +38,23 @@ def result_of(passes: Generator[int, None, Tensor]) -> Tensor:
         try:
             next(passes)
         except StopIteration as end:
-            table: Tensor = end.value
-            return table
+            return end.value
 
 
 @dataclass
 class Recorded:
-    """A list as a graph. states, and what kv has of its prompt, are its inputs; plan, alphabet: what it was recorded
-    for."""
+    """A list as a graph."""
 
-    states: Tensor
+    states: Tensor  # its inputs, with what the next has of its prompt
     kv: BeamKV
     replay: Program
-    plan: Any
+    plan: Any  # what it was recorded for, as is the next
     alphabet: Any
 
 
 class ListGraphs:
     """The recorded lists of a worker.
-
-    first_block: as of `BeamKV`. record: makes a replay of a program; a CPU's tests only run it again.
-    """
+    first_block: as of `BeamKV`. record: makes a replay of a program; a CPU's tests only run it again."""
 
     def __init__(self, runner: Any, first_block: int, record: Callable[[Program, Any], Program] = record_cuda) -> None:
         self._runner, self._first_block, self._record = runner, first_block, record

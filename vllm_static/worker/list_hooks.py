@@ -1,30 +1,25 @@
 """How ranked lists get into a worker's steps. The engine core calls what stands here (`core.lists`)."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torch import Tensor
 from vllm.logger import init_logger
 
 from vllm_static import compat
 from vllm_static.compat import hook
 from vllm_static.worker.beam_kv import Room
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
 
-LISTS = "Checked where ranked lists are made inside a step"
-"""Time of an install."""
+LISTS = "Checked where ranked lists are made inside a step"  # time of an install
 _LISTS = "static_lists"
 _PROMPTS = "vllm.v1.worker.gpu.sample.prompt_logprob:PromptLogprobsWorker"
 
 
 def try_out(worker: Any, blocks: int) -> int | str:
     """Let a worker try passes in this many blocks, which no request has. Called by the engine core, as is the next.
-
-    Returns `beam_forward.logits_room`, or why it cannot make lists.
-    """
+    Returns `beam_forward.logits_room`, or why it cannot make lists."""
     from vllm_static.worker import beam_forward
 
     runner = compat.runner_of(worker)
@@ -52,7 +47,7 @@ def longest_item(worker: Any) -> int:
 
 
 @hook(f"{_PROMPTS}.compute_prompt_token_id_logprobs", when=LISTS)
-def _compute(original: Callable[..., Any], self: Any, hidden_states: "Tensor", input_batch: Any) -> "dict[str, Tensor]":
+def _compute(original: Callable[..., Any], self: Any, hidden_states: Tensor, input_batch: Any) -> dict[str, Tensor]:
     """A list's passes run where a step has its hidden states, after its sampling."""
     scores: dict[str, Tensor] = original()
     if (lists := getattr(self, _LISTS, None)) and (lists.asked or lists.begun):

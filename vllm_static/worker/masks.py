@@ -1,38 +1,30 @@
 """The device path in the worker: one logits processor that keeps every slot's state and masks the whole batch."""
 
 import contextlib
-from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from vllm.config import VllmConfig
 from vllm.distributed import get_pp_group
 from vllm.logger import init_logger
+from vllm.sampling_params import SamplingParams
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcessor, LogitsProcRequestState
 
 import itemset
 from itemset.masking.arena import Arena, ArenaFullError, Place, check_tables
-from itemset.masking.arena_plan import Piece
 from itemset.masking.batch import COLUMNS, LOCAL, Batch
 from itemset.masking.slots import MAX_STOP_TOKENS, NO_SET, Slots, as_table, log_probs_of
 from itemset.serving.catalogue import Catalogue
 from itemset.serving.config import StaticConfig
-from itemset.serving.wire import EngineRequest, Prepare, Stage, read
+from itemset.serving.wire import EngineRequest, read
 from itemset.trie.walk import FREE
 from vllm_static import compat
 from vllm_static.worker.narrow_head import NarrowHead
 
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.sampling_params import SamplingParams
-
-
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
 
-_PADDING = 64
-"""Columns of a model's head are a multiple of this (model_executor/layers/vocab_parallel_embedding.py)."""
-
-
+_PADDING = 64  # columns of a model's head are a multiple of this (model_executor/layers/vocab_parallel_embedding.py)
 _NO_SET = "requests without a set"
 
 
@@ -41,22 +33,19 @@ class ItemSetProcessor(LogitsProcessor):
 
     Made while the model is loaded, so that vLLM sizes its KV cache with what the arena leaves. Only the last pipeline
     rank samples; on the others there is no arena, and no request arrives.
-
-    lists: what makes ranked lists in this worker's steps, if they are made there.
-    child_sampling: whether answers are sampled from what may follow, if nothing else is asked of them.
     """
 
-    lists: Any = None  # a WideLists
-    child_sampling = False
+    lists: Any = None  # the WideLists that makes ranked lists in this worker's steps, if they are made there
+    child_sampling = False  # whether answers are sampled from what may follow, if nothing else is asked of them
 
-    def __init__(self, vllm_config: "VllmConfig", req_states: LogitsProcRequestState) -> None:
+    def __init__(self, vllm_config: VllmConfig, req_states: LogitsProcRequestState) -> None:
         compat.is_ours(vllm_config)  # as this process has not known yet
         self._req_states = req_states
         # [max_num_reqs] the set of the slot's request, the temperature at which its answer's tokens have
-        # log-probabilities, 0 if nobody asks for them, and whether it is a list.
+        # log-probabilities, 0 if nobody asks for them, and whether it is for a list, whose own tokens do not matter.
         self._numbers = np.full(req_states.max_num_reqs, NO_SET, np.int64)
-        self._temperatures = np.zeros(req_states.max_num_reqs, np.float32)
-        self._lists = np.zeros(req_states.max_num_reqs, np.bool_)
+        self.temperatures = np.zeros(req_states.max_num_reqs, np.float32)
+        self.are_lists = np.zeros(req_states.max_num_reqs, np.bool_)
         self._plain = np.zeros(req_states.max_num_reqs, np.bool_)  # whether nothing but a temperature is asked for
         # Of each slot the tokens of its set, as `Arena.alphabet` gives them, or why logits of all tokens are needed.
         self._alphabets: list[bytes | str] = [_NO_SET] * req_states.max_num_reqs
@@ -67,8 +56,8 @@ class ItemSetProcessor(LogitsProcessor):
             with compat.kept_through_sleep(vllm_config):
                 self._load(StaticConfig.of(vllm_config.additional_config), vllm_config)
 
-    def _load(self, config: StaticConfig, vllm_config: "VllmConfig") -> None:
-        self._catalogue = catalogue = Catalogue(config)
+    def _load(self, config: StaticConfig, vllm_config: VllmConfig) -> None:
+        self.catalogue = catalogue = Catalogue(config)
         self.child_sampling = config.item_set_child_sampling == "on"
         self.arena = Arena(catalogue.arena_bytes(), self._req_states.device, kernels=config.item_set_kernels)
         self.narrow = NarrowHead(config, self._req_states.device)
@@ -94,57 +83,24 @@ class ItemSetProcessor(LogitsProcessor):
 
     @property
     def registered(self) -> list[itemset.ItemSet]:
-        return list(self._catalogue.registered.values())
-
-    def only_lists(self, slots: np.ndarray) -> bool:
-        """Return whether all of these requests are for lists, whose own tokens do not matter."""
-        return bool(self._lists[slots].all())
-
-    def any_lists(self, slots: np.ndarray) -> bool:
-        return bool(self._lists[slots].any())
-
-    def asked_to_weigh(self, slots: np.ndarray) -> bool:
-        """Return whether any of them asks for log p and log q."""
-        return bool(self._temperatures[slots].any())
+        return list(self.catalogue.registered.values())
 
     def constrained(self, slots: np.ndarray) -> bool:
-        return bool((self._lists[slots] | (self._numbers[slots] != NO_SET)).any())
+        return bool((self.are_lists[slots] | (self._numbers[slots] != NO_SET)).any())
 
     def alphabet_of(self, slots: np.ndarray) -> bytes | str:
         """Return the one alphabet of these requests, but for lists; or why there is none."""
-        given = [self._alphabets[slot] for slot in slots[~self._lists[slots]]]
+        given = [self._alphabets[slot] for slot in slots[~self.are_lists[slots]]]
         other = next((one for one in given if one is not given[0] and one != given[0]), None)
         why = next((one for one in given if isinstance(one, str)), None)
         return why or (given[0] if other is None else "sets with other tokens")
 
-    def prepare(self, message: Prepare, piece: Piece | None) -> Stage:
-        """Do `versions.prepare_in_worker`. Raises ItemSetError for a version that cannot be opened."""
-        if not hasattr(self, "arena"):
-            return Stage.DEVICE
-        opened = self._catalogue.begin(message, check_tables)
-        if opened is None or piece is None:
-            return Stage.OPENING
-        number, start = piece
-        return Stage.DEVICE if self.arena.place_next(opened.name, opened.item_set, (number, start)) else Stage.COPYING
-
-    def close(self, name: str, version: str | None, open_sets: Collection[str]) -> None:
-        """Do `versions.close_in_worker`."""
-        if not hasattr(self, "arena"):
-            return
-        if version is None:
-            self._catalogue.drop(name)
-        elif (opened := self._catalogue.begun(name, version)) is not None:
-            self._catalogue.serve(opened)
-        self.arena.forget_views(open_sets)
-
-    def add_request(self, req_idx: int, sampling_params: "SamplingParams") -> bool:
-        """Stage the request's set. Also called when it comes back after preemption: its output is walked again.
-
-        Returns False: `hooks.apply_sampling_params` masks without a copy of the batch's logits.
-        """
+    def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
+        """Stage the request's set. Also called when it comes back after preemption: its output is walked again. Returns
+        False: `hooks.apply_sampling_params` masks without a copy of the batch's logits."""
         carried = read(sampling_params.extra_args) or EngineRequest()
-        self._temperatures[req_idx] = carried.weighs_at(sampling_params.temperature)
-        self._lists[req_idx] = carried.ranked is not None
+        self.temperatures[req_idx] = carried.weighs_at(sampling_params.temperature)
+        self.are_lists[req_idx] = carried.ranked is not None
         if self.child_sampling:
             from vllm_static.worker.child_sampling import is_plain
 
@@ -155,7 +111,7 @@ class ItemSetProcessor(LogitsProcessor):
             place = Place(*carried.place)
             if not self.arena.holds(place.digest, place.number, place.start):
                 below = self.arena.view(place.below[-1][0]) if place.below else None
-                item_set = self._catalogue.receive(carried.item_set, below, keep=False).item_set
+                item_set = self.catalogue.receive(carried.item_set, below, keep=False).item_set
                 self.arena.place(item_set, place.number, place.start, place.below)
         if carried.place is None or carried.ranked is not None:  # the one token of a list's request does not matter
             if self._numbers[req_idx] != NO_SET:
@@ -172,9 +128,8 @@ class ItemSetProcessor(LogitsProcessor):
     def apply_staged_writes(self) -> None:
         if not self._staged:
             return
-        rows = as_table([[slot, *row] for slot, row in self._staged.items()], 4 + MAX_STOP_TOKENS)
-        device = self._req_states.device
-        rows = rows.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else rows
+        table = as_table([[slot, *row] for slot, row in self._staged.items()], 4 + MAX_STOP_TOKENS)
+        rows = compat.to_device(table, self._req_states.device, np.int32)
         self._begin.index_copy_(0, rows[:, 0].long(), rows[:, 1])
         self._slots.assign(rows[:, 0], rows[:, 2], rows[:, 3:])
         self._staged.clear()
@@ -197,7 +152,7 @@ class ItemSetProcessor(LogitsProcessor):
             return logits
         self.arena.use(numbers)
         batch = self._batch(slots, **layout)
-        logits = logits.clone() if raw or self._temperatures[requests].any() else logits
+        logits = logits.clone() if raw or self.temperatures[requests].any() else logits
         self._slots.step(batch, logits)
         return logits
 
@@ -207,7 +162,7 @@ class ItemSetProcessor(LogitsProcessor):
         logits: [rows, vocabulary], as the model gave them. logprobs: LogprobsTensors, a row each; NaN for a request on
         the host path, whose logits were masked before.
         """
-        each = self._temperatures[input_batch.idx_mapping_np].repeat(np.diff(input_batch.cu_num_logits_np))
+        each = self.temperatures[input_batch.idx_mapping_np].repeat(np.diff(input_batch.cu_num_logits_np))
         if not each.any():
             return
         rows = compat.to_device(np.flatnonzero(each), logits.device)

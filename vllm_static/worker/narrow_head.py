@@ -35,34 +35,25 @@ _TRIED = 64  # tokens of the trial
 
 @dataclass(frozen=True, eq=False)
 class Alphabet:
-    """The tokens of a set's items, and those that may end them.
+    """The tokens of a set's items, and those that may end them."""
 
-    tokens: [tokens] int64, ascending. columns: [vocabulary] int32, the column of each of them, 0 of others. With tensor
-        parallelism every rank has as many columns, `each`, of the rows in its own shard: some are nobody's.
-    own, own_np: int64, this rank's rows, ascending.
-    runs: where the rows lie, if together. gathered: [own, hidden size], their copy if not.
-    piece: the bytes of memory that all of it takes.
-    """
-
-    tokens: Tensor
-    columns: Tensor
-    own: Tensor
-    own_np: NDArray[np.int64]
-    each: int
-    runs: tuple[slice, ...]
-    gathered: Tensor | None
-    piece: slice
+    tokens: Tensor  # [tokens] int64, ascending
+    columns: Tensor  # [vocabulary] int32, the column of each of them, 0 of others
+    own: Tensor  # int64, this rank's rows, ascending
+    own_np: NDArray[np.int64]  # the same on the host
+    each: int  # columns of every rank, of the rows in its own shard: with tensor parallelism some are nobody's
+    runs: tuple[slice, ...]  # where the rows lie, if together
+    gathered: Tensor | None  # [own, hidden size], their copy if not
+    piece: slice  # the bytes of memory that all of it takes
 
 
 class NarrowHead:
-    """Alphabets within a budget of memory, and the logits of their tokens. There is one in a worker.
-
-    why_not: why logits of all tokens are computed; None if they need not be. `attach` may say more.
-    """
+    """Alphabets within a budget of memory, and the logits of their tokens. There is one in a worker."""
 
     def __init__(self, config: StaticConfig, device: torch.device) -> None:
         """Take the memory, `item_set_head_memory`: vLLM sizes its KV cache with what this leaves."""
         chosen = config.item_set_narrow_head
+        # Why logits of all tokens are computed; None if they need not be. `attach` may say more.
         self.why_not = None if chosen == "on" or (chosen == "auto" and device.type == "cpu") else "not chosen"
         size = 0 if self.why_not else config.item_set_head_memory
         self._memory = torch.empty(size, dtype=torch.uint8, device=device)
@@ -181,8 +172,7 @@ class NarrowHead:
     def logits(self, hidden: Tensor, alphabet: Alphabet) -> Tensor:
         """Return the logits of an alphabet's tokens, [rows, width]. hidden: [rows, hidden size]."""
         with self.only(alphabet):
-            logits: Tensor = self._runner.model.compute_logits(hidden)
-        return logits
+            return self._runner.model.compute_logits(hidden)
 
     @contextlib.contextmanager
     def only(self, alphabet: Alphabet, *, spread: bool = False, clear: bool = False) -> Iterator[None]:

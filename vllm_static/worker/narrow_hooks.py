@@ -34,12 +34,9 @@ def reading(product: Product) -> Iterator[None]:
         _products.pop()
 
 
-@hook(
-    "vllm.model_executor.layers.logits_processor:LogitsProcessor._get_logits",
-    why="logits of a set's own tokens are made of their rows of the head",
-    when=IMPORTED,
-)
+@hook("vllm.model_executor.layers.logits_processor:LogitsProcessor._get_logits", when=IMPORTED)
 def get_logits(original: Callable[..., Any], lm_head: Any, embedding_bias: Any) -> Any:
+    """Logits of a set's own tokens are made of their rows of the head."""
     if not _products:
         return original()
     from torch.nn.functional import linear
@@ -52,14 +49,10 @@ def get_logits(original: Callable[..., Any], lm_head: Any, embedding_bias: Any) 
     return original() if logits is None else logits
 
 
-@hook(
-    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample",
-    why="answers are sampled from the logits of their sets' own tokens; what nobody reads, a list's token, from a few",
-    when=IMPORTED,
-)
+@hook("vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample", when=IMPORTED)
 def sample(original: Callable[..., Any], self: Any, input_batch: Any, grammar_output: Any) -> Any:
-    sets = next((one for one in self.sampler.logits_processors if hasattr(one, "only_lists")), None)
-    slots = input_batch.idx_mapping_np
+    """Answers are sampled from the logits of their sets' own tokens; what nobody reads, a list's token, from a few."""
+    sets, slots = compat.item_sets(self), input_batch.idx_mapping_np
     if sets is None or not sets.constrained(slots):
         return original()
     narrow = sets.narrow
@@ -74,7 +67,7 @@ def sample(original: Callable[..., Any], self: Any, input_batch: Any, grammar_ou
         "counts of NaN": self.sampler.compute_nans,
     }
     why = next((reason for reason, holds in reasons.items() if holds), None)
-    if why is None and sets.only_lists(slots):
+    if why is None and sets.are_lists[slots].all():
         with narrow.of_nobody():
             output, *counts = original()
         output.sampled_token_ids.zero_()  # the same on all ranks
@@ -84,5 +77,5 @@ def sample(original: Callable[..., Any], self: Any, input_batch: Any, grammar_ou
         narrow.steps[alphabet] += 1
         return original()
     narrow.steps[NARROW] += 1
-    with narrow.only(alphabet, spread=True, clear=sets.any_lists(slots)):
+    with narrow.only(alphabet, spread=True, clear=sets.are_lists[slots].any()):
         return original()

@@ -10,17 +10,14 @@ from vllm_static.worker.beam_kv import Prompt
 
 
 class Asked(NamedTuple):
-    """A list to be made. number: its set's, in the arena. prompt: with a draft head's placeholders; its request has no
-    name until a step has it. tables: of the list, or of its races so far.
+    """A list to be made."""
 
-    states: if the draft head makes it, the hidden states of its prompt's last token and its placeholders, as far as
-        they have been computed: [L + 1, hidden size].
-    """
-
-    number: int
-    prompt: Prompt
+    number: int  # its set's, in the arena
+    prompt: Prompt  # with a draft head's placeholders; its request has no name until a step has it
     spec: ListSpec
-    tables: list[Tensor]
+    tables: list[Tensor]  # of the list, or of its races so far
+    # If the draft head makes it, the hidden states of its prompt's last token and its placeholders, as far as they have
+    # been computed: [L + 1, hidden size].
     states: Tensor | None = None
 
     @property
@@ -39,11 +36,10 @@ class Asked(NamedTuple):
 
 
 class Passes(NamedTuple):
-    """The passes of a list, or of a race. shapes: of each, how many rows it has, and how many tokens each of them.
-    stepwise: whether tails take a token a pass, too."""
+    """The passes of a list, or of a race."""
 
-    shapes: list[tuple[int, int]]
-    stepwise: bool
+    shapes: list[tuple[int, int]]  # of each, how many rows it has, and how many tokens each of them
+    stepwise: bool  # whether tails take a token a pass, too
 
     @property
     def rows(self) -> int:

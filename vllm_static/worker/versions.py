@@ -5,6 +5,8 @@ from typing import Any
 
 from vllm.logger import init_logger
 
+from itemset.masking.arena import check_tables
+from itemset.masking.arena_plan import Piece
 from itemset.serving.engine.version_rollout import or_reason
 from itemset.serving.wire import Prepare, Stage
 from vllm_static import compat
@@ -12,18 +14,19 @@ from vllm_static import compat
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
 
 
-def prepare_in_worker(worker: Any, message: Prepare, piece: Any) -> Stage | str:
+def prepare_in_worker(worker: Any, message: Prepare, piece: Piece | None) -> Stage | str:
     """Open a version beside the steps of a worker, and copy one piece of it to its device. Return the stage, or why it
-    cannot be had: an error in a worker would end the engine.
-
-    piece: its place, `masking.arena_plan.Piece`; None while the engine core opens it.
-    """
+    cannot be had: an error in a worker would end the engine. piece: its place; None while the engine core opens it."""
 
     def prepare() -> Stage:
         if compat.asleep(worker):
             return Stage.OPENING
-        processor = compat.item_sets(compat.runner_of(worker))
-        return Stage.DEVICE if processor is None else processor.prepare(message, piece)
+        if (sets := compat.item_sets(compat.runner_of(worker))) is None:
+            return Stage.DEVICE
+        opened = sets.catalogue.begin(message, check_tables)
+        if opened is None or piece is None:
+            return Stage.OPENING
+        return Stage.DEVICE if sets.arena.place_next(opened.name, opened.item_set, piece) else Stage.COPYING
 
     return or_reason(prepare, logger)
 
@@ -31,7 +34,12 @@ def prepare_in_worker(worker: Any, message: Prepare, piece: Any) -> Stage | str:
 def close_in_worker(worker: Any, name: str, version: str | None, open_sets: Sequence[str]) -> None:
     """Serve a version that was prepared, None if its set is gone. Keep `open_sets` alone, by their digests."""
     try:
-        if (processor := compat.item_sets(compat.runner_of(worker))) is not None:
-            processor.close(name, version, open_sets)
+        if (sets := compat.item_sets(compat.runner_of(worker))) is None:
+            return
+        if version is None:
+            sets.catalogue.drop(name)
+        elif (opened := sets.catalogue.begun(name, version)) is not None:
+            sets.catalogue.serve(opened)
+        sets.arena.forget_views(open_sets)
     except Exception:
         logger.exception("Versions of an item set could not be closed")

@@ -10,14 +10,15 @@ from collections.abc import Callable
 from typing import Any
 
 from itemset.serving.hooks import IMPORTED
+from vllm_static import compat
 from vllm_static.compat import hook
 
 
 @hook("vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample", order=-1, when=IMPORTED)
 def sample(original: Callable[..., Any], self: Any, input_batch: Any) -> Any:
     """An answer's weight, after the sampling."""
-    sets = next((one for one in self.sampler.logits_processors if hasattr(one, "asked_to_weigh")), None)
-    if sets is None or not sets.asked_to_weigh(input_batch.idx_mapping_np):
+    sets = compat.item_sets(self)
+    if sets is None or not sets.temperatures[input_batch.idx_mapping_np].any():
         return original()
     # Both samplers leave the logits as they are.
     samplers = {name: getattr(self, name) for name in ("sampler", "rejection_sampler") if getattr(self, name)}

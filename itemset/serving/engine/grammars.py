@@ -12,10 +12,8 @@ from itemset.embedded.holes import Hole, Items, Once, Vocabulary
 from itemset.item_set import ItemSet
 from itemset.serving.constraint import ENVELOPE, SMALL
 
-Sets = Callable[[str], ItemSet]
-"""Returns a set by its reference."""
-Compiled = tuple[Vocabulary, xgrammar.CompiledGrammar, list[Hole]]
-"""What each `Composite` of a constraint begins with."""
+Sets = Callable[[str], ItemSet]  # returns a set by its reference
+Compiled = tuple[Vocabulary, xgrammar.CompiledGrammar, list[Hole]]  # what each `Composite` of a constraint begins with
 
 
 class Grammars:
@@ -35,9 +33,7 @@ class Grammars:
 
     def get(self, spec: str, sets: Sets) -> Once[Compiled]:
         """Return the grammar of a constraint, compiled once for all requests that hold it at a time.
-
-        spec: `Constraint.spec()`. Raises RuntimeError as xgrammar does, and as `sets` does.
-        """
+        spec: `Constraint.spec()`. Raises RuntimeError as xgrammar does, and as `sets` does."""
         with self._lock:
             if (shared := self._shared.get(spec)) is None:
                 self._shared[spec] = shared = Once(lambda: self._compiled(spec, sets))

@@ -28,19 +28,15 @@ Result = TypeVar("Result")
 
 
 class Devices:
-    """How an engine brings versions to its devices. This one has none: masks are made on the host.
-
-    The argument `engine` of methods is what reaches the engine's other processes.
-    """
+    """How an engine brings versions to its devices. This one has none: masks are made on the host. The argument
+    `engine` of methods is what reaches the engine's other processes."""
 
     def check(self, item_set: ItemSet) -> None:
         """Check a set, on the thread that has opened it. Raises ItemSetError."""
 
     def advance(self, engine: Any, message: Prepare, opened: Opened | str | None) -> list[Stage | str]:
         """Bring a version to the devices, or a piece of it. Return the stage of each process, or why it cannot be had.
-
-        opened: here; None while it is being opened, or why it cannot be.
-        """
+        opened: here; None while it is being opened, or why it cannot be."""
         if isinstance(opened, str):
             return [opened]
         return [Stage.OPENING if opened is None else Stage.HOST]

@@ -1,6 +1,7 @@
 """What every front end does with an item set: open the registered ones, build inline ones, refuse what cannot work."""
 
 from collections.abc import Callable, Collection
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,6 @@ class Checks:
         self._tokenizer = tokenizer
         self._inline = InlineTexts(self.catalogue, config, self._tokenizer, words, limits, on_encoded)
         self._selections = Chosen(self.catalogue, config, words)
-        self._model_print = ""
         for opened in self.catalogue.serving.values():
             try:
                 self._check(opened)
@@ -51,11 +51,11 @@ class Checks:
     def _check(self, opened: Opened) -> None:
         item_set, limits = opened.item_set, self._limits
         called = f"the item set {opened.name!r} ({self._config.where(opened.name)})"
-        if item_set.tokenizer is not None and item_set.tokenizer.fingerprint != self.fingerprint():
+        if item_set.tokenizer is not None and item_set.tokenizer.fingerprint != self.fingerprint:
             model = getattr(self._tokenizer, "name_or_path", type(self._tokenizer).__name__)
             raise ItemSetError(
                 f"{called} was built with the tokenizer {item_set.tokenizer.name} "
-                f"({item_set.tokenizer.fingerprint[:12]}), the model uses {model} ({self.fingerprint()[:12]}): build "
+                f"({item_set.tokenizer.fingerprint[:12]}), the model uses {model} ({self.fingerprint[:12]}): build "
                 f"the set with --tokenizer {model}, or start with the set's own, such as an adapter's with more tokens"
             )
         if ends := item_set.occurring(limits.end_tokens):
@@ -76,10 +76,10 @@ class Checks:
             )
         _ = item_set.attributes  # checked: no filter should wait for it
 
+    @cached_property
     def fingerprint(self) -> str:
-        """Return the fingerprint of the model's tokenizer, made once."""
-        self._model_print = self._model_print or fingerprint(self._tokenizer, self._added_tokens)
-        return self._model_print
+        """Return the fingerprint of the model's tokenizer."""
+        return fingerprint(self._tokenizer, self._added_tokens)
 
     def summary(self) -> str:
         """Return the registered sets, for the log."""
@@ -117,9 +117,7 @@ class Checks:
         self, made: InlineSet, *, prompt_tokens: int, min_tokens: int, stop_tokens: Collection[int], after: int = 0
     ) -> None:
         """Raises RefusedError where the set and the rest of the request leave no way to end an item.
-
-        after: context tokens that must stay free after the item.
-        """
+        after: context tokens that must stay free after the item."""
         item_set, reference = made.item_set, made.reference
         called = "the inline set" if reference.startswith(INLINE) else f"the item set {name_of(reference)!r}"
         room, words = self._limits.context - self._limits.reserved - after - prompt_tokens, self.words

@@ -32,19 +32,15 @@ def told_of(output: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Expected:
-    """One request's set.
-
-    stop_tokens: at which the request ends; none of them occurs in an item. content: what of the output comes after the
-    reasoning, None where there is none. of_set: `Catalogue.version_fields`. weighed: see `ItemRequest`.
-    names: of the attributes that answers say.
-    """
+    """What a front end keeps of a request with a set, and reads the answer's tokens with."""
 
     item_set: ItemSet
-    stop_tokens: frozenset[int]
-    content: Callable[[Sequence[int]], Sequence[int]] | None = None
-    of_set: Mapping[str, str] = field(default_factory=dict)
-    weighed: str = ""
-    names: Sequence[str] = ()
+    stop_tokens: frozenset[int]  # at which the request ends; none of them occurs in an item
+    content: Callable[[Sequence[int]], Sequence[int]] | None = None  # takes the reasoning off an output that has any
+    of_set: Mapping[str, str] = field(default_factory=dict)  # `Catalogue.version_fields`
+    weighed: str = ""  # see `ItemRequest`
+    names: Sequence[str] = ()  # of the attributes that answers say
+    reference: str = ""  # of its set
 
     def answer_fields(self, tokens: Sequence[int], *, cut: bool, logs: Logs = ((), ())) -> dict[str, Any]:
         """Return what an answer says: its item. cut: whether it was aborted; a stop string may end an item.
@@ -90,10 +86,7 @@ def item_logprobs(log_p: Sequence[float], log_q: Sequence[float]) -> dict[str, l
 
 @dataclass(frozen=True)
 class ExpectedItems:
-    """What a front end keeps of a request whose constraint has holes, and reads the answer's tokens with.
-
-    The rest is as for `Expected`.
-    """
+    """The same of a request whose constraint has holes."""
 
     constraint: Constraint
     vocabulary: Vocabulary
@@ -133,10 +126,8 @@ class ExpectedItems:
 
 
 def json_paths(text: bytes) -> dict[int, str]:
-    """Return of each string in a JSON text, or in the beginning of one, its path: `$.films[0]`.
-
-    By where its content begins, in bytes. Keys of objects have none.
-    """
+    """Return of each string in a JSON text, or in the beginning of one, its path: `$.films[0]`. By where its content
+    begins, in bytes. Keys of objects have none."""
     found: dict[int, str] = {}
     above: list[list[str | int | None]] = []  # of each open object the key, of each array the place
     is_key = False

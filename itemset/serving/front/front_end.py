@@ -28,32 +28,23 @@ from itemset.text import encode
 
 
 class ListJob(NamedTuple):
-    """A ranked list, or the draws of one prompt, that is to be made.
-
-    of_set: what its answer says of the set; names: which attributes of items. carried: what the request carries by
-    which the engine makes it; None if rounds of requests must. placeholders: token ids after the prompt if a draft head
-    makes it.
-    """
+    """A ranked list, or the draws of one prompt, that is to be made."""
 
     item_set: ItemSet
     search: Rounds
-    of_set: Mapping[str, str]
-    carried: EngineRequest | None
-    placeholders: Tokens
-    names: Sequence[str]
+    of_set: Mapping[str, str]  # what its answer says of the set
+    carried: EngineRequest | None  # by the request by which the engine makes it; None if rounds of requests must
+    placeholders: Tokens  # token ids after the prompt if a draft head makes it
+    names: Sequence[str]  # which attributes of items its answer says
 
 
 class FrontEndBase:
-    """One of each process that takes requests. Safe for threads.
+    """One of each process that takes requests. Safe for threads."""
 
-    follower: follows the published sets among the registered ones, once the engine can be asked. words, log: the
-    engine's. host_path: whether masks are made on the host.
-    """
-
-    follower: Follower | None = None
-    words: ClassVar[Words]
+    follower: Follower | None = None  # of the published sets among the registered ones, once the engine can be asked
+    words: ClassVar[Words]  # the engine's, as is the next
     log: ClassVar[logging.Logger]
-    host_path: bool
+    host_path: bool  # whether masks are made on the host
 
     def __init__(
         self, config: StaticConfig, tokenizer: Any, limits: ModelLimits, vocabulary: Callable[[], Vocabulary],
@@ -80,9 +71,7 @@ class FrontEndBase:
 
     def pinned(self, asked: ItemRequest) -> ItemRequest | None:
         """Return the request with its set or constraint, whatever version is served later; None if no set stands in it.
-
-        Waits until it is made. Raises as `Checks.made` and `Constraints.get` do.
-        """
+        Waits until it is made. Raises as `Checks.made` and `Constraints.get` do."""
         if asked.made is not None:
             return asked
         given = asked.constraint
@@ -139,10 +128,8 @@ class FrontEndBase:
     def engine_request(
         self, asked: ItemRequest, *, stop_tokens: set[int], prompt_tokens: int, min_tokens: int
     ) -> EngineRequest:
-        """Return what a request that is `pinned` carries to the engine. Counts it.
-
-        Raises RefusedError where a set and the other parameters leave no way to end an item.
-        """
+        """Return what a request that is `pinned` carries to the engine. Counts it. Raises RefusedError where a set and
+        the other parameters leave no way to end an item."""
         grammar = asked.made if isinstance(asked.made, Constraint) else None
         sets = [self.checks.made(asked)] if grammar is None else grammar.sets
         least = min_tokens if grammar is None else 0
@@ -193,14 +180,12 @@ class FrontEndBase:
             return ExpectedItems(asked.made, vocabulary, catalogue, stop_tokens, content, asked.names)
         made = self.checks.made(asked)
         of_set = catalogue.version_fields(made.reference)
-        return Expected(made.item_set, stop_tokens, content, of_set, asked.weighed, asked.names)
+        return Expected(made.item_set, stop_tokens, content, of_set, asked.weighed, asked.names, made.reference)
 
     @staticmethod
     def check_weight(weighed: str, reason: str | None, *, instead_of: str | None, ignore_eos: Any) -> None:
         """Raises RefusedError if answers cannot say these log-probabilities.
-
-        reason: why this engine gives none. instead_of: what the request asks for that comes in the same place.
-        """
+        reason: why this engine gives none. instead_of: what the request asks for that comes in the same place."""
         if instead_of:
             reason = f"it comes in the place of {instead_of}: ask for one of them"
         if ignore_eos:

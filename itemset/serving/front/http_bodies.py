@@ -33,28 +33,20 @@ Result = TypeVar("Result")
 
 @dataclass
 class Body:
-    """What is known of the body of the HTTP request that is being served.
-
-    stated: its constraints in which sets may stand, kinds and texts. fields: those of ours that the engine's parser
-    would drop. brings_choice: whether it has an inline list. made: of it before its answer begins, held meanwhile.
-    request: the engine's object of it. judged: what it asks of item sets. prompts: that were handed to the engine.
-    unlimited: whether it gives no limit of tokens, so that an item's own end is that.
-    items: what answers say of items, by prompt and answer. each: answers that a streamed prompt has. whole: whether its
-    answers are items from their first token on; None until that is known.
-    """
+    """What is known of the body of the HTTP request that is being served."""
 
     path: str = ""
-    stated: Sequence[tuple[str, Any]] = ()
-    fields: dict[str, Any] | None = None
-    brings_choice: bool = False
-    made: Any = None
-    request: Any = None
-    judged: Any = None
-    prompts: int = 0
-    unlimited: bool = False
-    items: dict[tuple[int, int], dict[str, Any]] = field(default_factory=dict)
-    each: int = 1 << 30
-    whole: bool | None = None
+    stated: Sequence[tuple[str, Any]] = ()  # its constraints in which sets may stand, kinds and texts
+    fields: dict[str, Any] | None = None  # those of ours that the engine's parser would drop
+    brings_choice: bool = False  # whether it has an inline list
+    made: Any = None  # of it before its answer begins, held meanwhile
+    request: Any = None  # the engine's object of it
+    judged: Any = None  # what it asks of item sets
+    prompts: int = 0  # that were handed to the engine
+    unlimited: bool = False  # whether it gives no limit of tokens, so that an item's own end is that
+    items: dict[tuple[int, int], dict[str, Any]] = field(default_factory=dict)  # what answers say, by prompt and answer
+    each: int = 1 << 30  # answers that a streamed prompt has
+    whole: bool | None = None  # whether its answers are items from their first token on; None until that is known
 
     def begin(self, *, thinks: bool) -> None:
         """Note whether a prompt's answers begin with reasoning. The engine's parsers may take any answer for that."""
@@ -214,9 +206,7 @@ def _with_items(data: bytes | msgspec.Raw, items: Mapping[int, dict[str, Any]]) 
 
 def add_routes(app: Any, follower_of: "Callable[[Any], Follower | None]") -> None:
     """Add `GET /v1/item_sets` and `POST /v1/item_sets/NAME/refresh` to a FastAPI application.
-
-    follower_of: its state's follower, None if its engine has no item sets.
-    """
+    follower_of: its state's follower, None if its engine has no item sets."""
     from fastapi import Request
     from fastapi.responses import JSONResponse
 
@@ -243,8 +233,5 @@ def add_routes(app: Any, follower_of: "Callable[[Any], Follower | None]") -> Non
     async def refresh(request: Request, name: str) -> JSONResponse:
         return await respond(request, lambda follower: follower.refresh(name), refreshes)
 
-    # FastAPI reads annotations by name, and these names are local.
-    listed.__annotations__ = {"request": Request}
-    refresh.__annotations__ = {"request": Request, "name": str}
     app.add_api_route(SETS, listed, methods=["GET"])
     app.add_api_route(SETS + "/{name:path}/refresh", refresh, methods=["POST"])

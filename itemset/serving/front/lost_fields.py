@@ -25,10 +25,8 @@ from itemset.serving.front.request_fields import (  # isort: skip
     CHOICE, COMPARED, EXTRAS, GUIDED, PARAMS, REFERENCE, STRUCTURED, at, nearest, objects,
 )  # fmt: skip
 
-Fields = Mapping[str, Any]
-"""By name, what a field's type is."""
-LOOKED_AT = 2_000
-"""Values of what an endpoint drops that are looked at one by one; more are searched as one text."""
+Fields = Mapping[str, Any]  # by name, what a field's type is
+LOOKED_AT = 2_000  # values of what an endpoint drops that are looked at one by one; more are searched as one text
 CONTENTS = frozenset({"messages", "prompt", "input", "documents", "metadata", "stop", "chat_template_kwargs"})
 """Fields that are what a user says, also where an endpoint does not know them."""
 
@@ -47,17 +45,13 @@ Read = Mapping[str, Collection[str]]
 
 @dataclass(frozen=True)
 class Surface:
-    """Where one engine's endpoints read our words.
+    """Where one engine's endpoints read our words."""
 
-    served: by path, what is read at each place. mends: how a word is said right. inside: where a constraint with sets
-    belongs. elsewhere: what all endpoints read that declare these places. dropped: declared, and read by nothing.
-    """
-
-    served: Mapping[str, Read]
-    mends: Mapping[str, str]
-    inside: str
-    elsewhere: Read = field(default_factory=dict)
-    dropped: Collection[str] = ()
+    served: Mapping[str, Read]  # by path, what is read at each place
+    mends: Mapping[str, str]  # how a word is said right
+    inside: str  # where a constraint with sets belongs
+    elsewhere: Read = field(default_factory=dict)  # what all endpoints read that declare these places
+    dropped: Collection[str] = ()  # declared, and read by nothing
 
     def check(self, path: str, body: Any, fields: Fields, *, ours: bool) -> None:
         """Raises RefusedError for a word of ours, or a set inside a constraint, that would be lost.
@@ -121,10 +115,8 @@ def mends(choice: str, drawing: str) -> dict[str, str]:
 
 
 def set_in(given: Mapping[str, Any]) -> str | None:
-    """Return where an item set stands in JSON of any kind, rightly or nearly; None where none does.
-
-    In a schema a property may be called item_set, and constants and examples may hold what they like.
-    """
+    """Return where an item set stands in JSON of any kind, rightly or nearly; None where none does. In a schema a
+    property may be called item_set, and constants and examples may hold what they like."""
     looked, level = 0, [(given, "", False)]
     for value, where, names in level:
         if isinstance(value, str):

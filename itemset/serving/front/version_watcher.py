@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -35,36 +34,28 @@ Send = Callable[[Any], list[Any]]
 
 @dataclass
 class Followed:
-    """What is known of one set.
+    """What is known of one set."""
 
-    path: where its masks are made, "device" or "host", as the engines say. since: when requests began to get it.
-    refused, why: the version that is not served. missed: what was wrong with the folder at the last look, logged once.
-    """
-
-    folder: Path
-    path: str
-    since: datetime = field(default_factory=lambda: datetime.now(UTC))
-    refused: published.Version | None = None
-    why: str = ""
-    missed: str = ""
+    path: str  # where its masks are made, "device" or "host", as the engines say
+    since: datetime = field(default_factory=lambda: datetime.now(UTC))  # when requests began to get it
+    refused: published.Version | None = None  # that is not served
+    why: str = ""  # it is refused
+    missed: str = ""  # what was wrong with the folder at the last look, logged once
 
 
 class Follower:
-    """Follows the sets of one front end. Safe for threads.
-
-    Looks are made on a thread of its own once `start` was called, and by `look` and `refresh`.
-    """
+    """Follows the sets of one front end. Safe for threads. Looks are made on a thread of its own once `start` was
+    called, and by `look` and `refresh`."""
 
     def __init__(self, checks: Checks, config: StaticConfig, send: Send, *, path: str, logger: logging.Logger) -> None:
         """path: where masks are made."""
         self._checks, self._config, self._send = checks, config, send
         self._path, self._log = path, logger
-        self._sets: dict[str, Followed] = {}
+        self._sets = {name: Followed(path) for name in checks.catalogue.serving}
         self._superseded: set[str] = set()
         self._missed = ""  # what was wrong with the last look at `item_set_dir`
         self._lock = threading.RLock()  # one look at a time
         for opened in checks.catalogue.serving.values():
-            self._sets[opened.name] = Followed(Path(config.where(opened.name)), path)
             if checks.catalogue.follows(opened.name):
                 metrics.served(opened.name, opened.version)
         self.follows = config.item_set_dir is not None or any(map(checks.catalogue.follows, self._sets))
@@ -96,10 +87,8 @@ class Follower:
                 self._look_at(name)
 
     def refresh(self, name: str) -> dict[str, Any]:
-        """Look at one set, and return its entry of `listed` when what is current serves here.
-
-        Raises RefusedError: no such set, or a version that is not served.
-        """
+        """Look at one set, and return its entry of `listed` when what is current serves here. Raises RefusedError: no
+        such set, or a version that is not served."""
         with self._lock:
             self._look_at_folder()
             if (followed := self._sets.get(name)) is None:
@@ -128,7 +117,7 @@ class Follower:
         if (opened := catalogue.serving.get(name)) is None:  # it has none that can be served
             return entry
         try:
-            kept = published.versions(followed.folder) if entry["followed"] else []
+            kept = published.versions(self._config.where(name)) if entry["followed"] else []
         except ItemSetError:
             kept = []
         return entry | {
@@ -151,7 +140,7 @@ class Follower:
                 self._log.warning("Item sets stay as they are: %s", error)
             return
         for name in names - self._sets.keys():
-            self._sets[name] = Followed(Path(self._config.where(name)), self._path)
+            self._sets[name] = Followed(self._path)
         for name in self._sets.keys() - names - self._config.item_sets.keys():
             del self._sets[name]
             closed = self._checks.catalogue.drop(name)
@@ -168,7 +157,7 @@ class Follower:
         failed: published.Version | None = None
         while True:
             try:
-                version = published.current(followed.folder)
+                version = published.current(self._config.where(name))
             except ItemSetError as error:  # of a folder that is away: when it is back, its version is tried again
                 if str(error) != followed.missed:
                     followed.missed = str(error)
@@ -216,7 +205,7 @@ class Follower:
                 time.sleep(AGAIN)
             newest = version
             with suppress(ItemSetError):
-                newest = published.current(followed.folder)
+                newest = published.current(self._config.where(name))
             if newest != version:
                 self._superseded.add(version.name)  # nothing will serve it, and its copy is here
                 raise ItemSetError("another version became current")

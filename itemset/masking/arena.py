@@ -75,7 +75,9 @@ class Copies:
 
     def pieces(self, number: int, overwritten: Iterable[int], parts: Parts) -> Iterator[None]:
         """Copy each part of a set to its tensor. PIECE bytes each time this is advanced: steps may run in between.
-        overwritten: the sets that lay there. All of `parts` has been read when this ends."""
+
+        overwritten: the sets that lay there. All of `parts` has been read when this ends.
+        """
         for other in {*overwritten, number}:
             self._wait_for_readers(other)
         for target, source in parts:
@@ -279,7 +281,9 @@ class Arena:
 
     def place_next(self, name: str, item_set: ItemSet, piece: arena_plan.Piece) -> bool:
         """Copy the next piece of a version's tables, between two steps. Return whether all of them are there.
-        name: of the registered set. Raises ItemSetError as `place` does."""
+
+        name: of the registered set. Raises ItemSetError as `place` does.
+        """
         if name not in self._coming or self._coming[name][0] != piece:
             self._coming[name] = piece, self.placing(item_set, *piece)
         if next(self._coming[name][1], self) is not self:

@@ -146,7 +146,9 @@ def warm_up() -> None:
 
 def forced_tokens(item_set: ItemSet, tokens: Iterable[int]) -> int:
     """Count the tokens that were the only ones that could follow, the stop token after an item among them.
-    tokens: of an answer, from the beginning of its item on."""
+
+    tokens: of an answer, from the beginning of its item on.
+    """
     return int(_forced_tokens(item_set.trie.tables.pointers, np.array(list(tokens), np.int64)))
 
 

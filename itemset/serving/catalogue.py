@@ -70,7 +70,9 @@ class InlineSet:
         base: "InlineSet | None" = None,
     ) -> Self:  # fmt: skip
         """below: of which it is a part. token_ids: find them now, in a process that asks what occurs in the set.
-        Raises ItemSetError as `from_bytes` does."""
+
+        Raises ItemSetError as `from_bytes` does.
+        """
         if below is None:
             item_set = from_bytes(index, reference)
             item_set.in_order = True  # a process of this server built it, and its checksums hold
@@ -87,7 +89,9 @@ class InlineSet:
 
 class Catalogue:
     """Maps a reference, as a request carries it, to its item set. Safe for threads.
-    What came with requests is kept until newer sets need the room, and known for as long as anybody holds it."""
+
+    What came with requests is kept until newer sets need the room, and known for as long as anybody holds it.
+    """
 
     def __init__(self, config: StaticConfig) -> None:
         """Open every registered set from its private copy. Raises ItemSetError as `open` and `StaticConfig.at_start`

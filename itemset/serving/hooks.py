@@ -181,7 +181,9 @@ class Hooks:
     @contextmanager
     def spared(self, target: str, engines: Container[Exception] = ()) -> Iterator[None]:
         """Pass over what fails in the block if another backend is chosen, and log it once.
-        engines: its own errors, which are raised, as are our refusals."""
+
+        engines: its own errors, which are raised, as are our refusals.
+        """
         try:
             yield
         except Exception as error:

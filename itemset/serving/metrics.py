@@ -73,7 +73,9 @@ def refusals() -> Iterator[None]:
 
 def count_answer(expected: Any, tokens: Sequence[int], fields: Mapping[str, Any], *, stopped: bool) -> str | None:
     """Count the items of an answer that has ended. Return what to log if it is no item of its set.
-    fields: its own, as sent. stopped: whether a stop token has ended it."""
+
+    fields: its own, as sent. stopped: whether a stop token has ended it.
+    """
     for item in fields.get("items") or ():
         INSIDE.labels(item.get("set", "inline")).inc()
     if not stopped or "item" not in fields or fields["item"] is not None or not expected.begun(tokens):

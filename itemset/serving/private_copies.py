@@ -58,7 +58,9 @@ def open_copy(path: PathLike | None, folder: str | None = None, version: str | N
 
 def delete_unused(folder: str | None = None, superseded: Collection[str] = ()) -> set[str]:
     """Delete the copies that no process has open and none has opened for KEPT_SECONDS, and what a kill has left.
-    superseded: versions to delete as soon as no process has them open. Returns those of them that are gone."""
+
+    superseded: versions to delete as soon as no process has them open. Returns those of them that are gone.
+    """
     copies, gone = folder_of(folder), set()
     with suppress(BlockingIOError), locked(copies / "lock", fcntl.LOCK_EX | fcntl.LOCK_NB, 0o600):
         (copies / _INCOMPLETE).unlink(missing_ok=True)

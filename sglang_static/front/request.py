@@ -111,7 +111,9 @@ def without_words(params: Mapping[str, Any]) -> dict[str, Any]:
 
 def constraint_of(params: Mapping[str, Any], fields: Mapping[str, Any]) -> tuple[str, Any] | None:
     """Return the kind and the text of the constraint of one prompt; None if there is none in which sets can stand.
-    fields: of its body, as for `request.places`."""
+
+    fields: of its body, as for `request.places`.
+    """
     for place in places(params, fields):
         if place.get(SLATE) is not None:
             return SLATE, place[SLATE]
@@ -136,7 +138,9 @@ _DROPPED = (
 
 def check_prompts(request: Any, *, listed: bool) -> None:
     """Raises RefusedError for prompts, and lists of parameters, that do not go together: SGLang would answer 500.
-    request: a GenerateReqInput, or what is known of it. listed: whether it is to get lists or draws."""
+
+    request: a GenerateReqInput, or what is known of it. listed: whether it is to get lists or draws.
+    """
     prompts = request.text if request.input_ids is None else request.input_ids
     alone = isinstance(prompts, str) or _are(Integral, prompts)
     if request.text is not None and isinstance(request.text, str) != alone:

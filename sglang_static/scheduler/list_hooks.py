@@ -39,7 +39,9 @@ def init_beam_coordinator(original: Callable[..., Any], self: Any) -> None:
 
 def rows_in_memory(rows: int, each: int, reserve: Callable[[int], Any]) -> int:
     """Return how many of `rows` a pass of lists has memory for: all, or a half as often as needed. 0 if none.
-    each: bytes of a row. reserve: takes bytes of the device; raises RuntimeError if these are not free."""
+
+    each: bytes of a row. reserve: takes bytes of the device; raises RuntimeError if these are not free.
+    """
     while rows:
         try:
             reserve(SEARCH + rows * each)

@@ -94,7 +94,9 @@ class BeamKV:
 
     def fork(self, parents: Tensor, known: int) -> None:
         """Let rows go on from these rows of the last pass, or from the prompts.
-        parents: [prompts, rows] int64, each counted among its prompt's rows. known: tokens that every row keeps."""
+
+        parents: [prompts, rows] int64, each counted among its prompt's rows. known: tokens that every row keeps.
+        """
         self._ancestors = self._ancestors[:, :, :known].gather(1, parents[:, :, None].expand(-1, -1, known))
 
     def metadata(self, rows: slice, more: int) -> BeamMetadata:

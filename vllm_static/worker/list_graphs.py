@@ -54,7 +54,9 @@ class Recorded:
 
 class ListGraphs:
     """The recorded lists of a worker.
-    first_block: as of `BeamKV`. record: makes a replay of a program; a CPU's tests only run it again."""
+
+    first_block: as of `BeamKV`. record: makes a replay of a program; a CPU's tests only run it again.
+    """
 
     def __init__(self, runner: Any, first_block: int, record: Callable[[Program, Any], Program] = record_cuda) -> None:
         self._runner, self._first_block, self._record = runner, first_block, record

@@ -33,7 +33,9 @@ class Grammars:
 
     def get(self, spec: str, sets: Sets) -> Once[Compiled]:
         """Return the grammar of a constraint, compiled once for all requests that hold it at a time.
-        spec: `Constraint.spec()`. Raises RuntimeError as xgrammar does, and as `sets` does."""
+
+        spec: `Constraint.spec()`. Raises RuntimeError as xgrammar does, and as `sets` does.
+        """
         with self._lock:
             if (shared := self._shared.get(spec)) is None:
                 self._shared[spec] = shared = Once(lambda: self._compiled(spec, sets))

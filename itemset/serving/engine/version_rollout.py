@@ -36,7 +36,9 @@ class Devices:
 
     def advance(self, engine: Any, message: Prepare, opened: Opened | str | None) -> list[Stage | str]:
         """Bring a version to the devices, or a piece of it. Return the stage of each process, or why it cannot be had.
-        opened: here; None while it is being opened, or why it cannot be."""
+
+        opened: here; None while it is being opened, or why it cannot be.
+        """
         if isinstance(opened, str):
             return [opened]
         return [Stage.OPENING if opened is None else Stage.HOST]

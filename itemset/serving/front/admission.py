@@ -117,7 +117,9 @@ class Checks:
         self, made: InlineSet, *, prompt_tokens: int, min_tokens: int, stop_tokens: Collection[int], after: int = 0
     ) -> None:
         """Raises RefusedError where the set and the rest of the request leave no way to end an item.
-        after: context tokens that must stay free after the item."""
+
+        after: context tokens that must stay free after the item.
+        """
         item_set, reference = made.item_set, made.reference
         called = "the inline set" if reference.startswith(INLINE) else f"the item set {name_of(reference)!r}"
         room, words = self._limits.context - self._limits.reserved - after - prompt_tokens, self.words

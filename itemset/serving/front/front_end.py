@@ -185,7 +185,9 @@ class FrontEndBase:
     @staticmethod
     def check_weight(weighed: str, reason: str | None, *, instead_of: str | None, ignore_eos: Any) -> None:
         """Raises RefusedError if answers cannot say these log-probabilities.
-        reason: why this engine gives none. instead_of: what the request asks for that comes in the same place."""
+
+        reason: why this engine gives none. instead_of: what the request asks for that comes in the same place.
+        """
         if instead_of:
             reason = f"it comes in the place of {instead_of}: ask for one of them"
         if ignore_eos:

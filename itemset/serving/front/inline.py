@@ -71,7 +71,9 @@ class Encoder:
 
     def ask(self, reference: str, cost: int, steps: Callable[[], Steps]) -> Future[InlineSet]:
         """Return the future set of a list. Cancel the future if nobody waits for it any more.
-        cost: of all slices together. steps: makes the list's work, unless the set is known or is being made."""
+
+        cost: of all slices together. steps: makes the list's work, unless the set is known or is being made.
+        """
         future: Future[InlineSet] = Future()
         with self._lock:
             if (known := self._catalogue.inline(reference)) is not None:
@@ -138,7 +140,9 @@ class InlineTexts:
 
     def get(self, choice: Any, escape: Escape | None = None) -> InlineSet:
         """Return the set of these texts. Waits until it is encoded and built, unless it is known.
-        escape: as for `itemset.build_text`. Raises RefusedError, or ItemSetError for what is wrong with an item."""
+
+        escape: as for `itemset.build_text`. Raises RefusedError, or ItemSetError for what is wrong with an item.
+        """
         texts = self._copied(choice)
         future = self._ask(texts, escape, *self._read(texts, escape))
         try:
@@ -265,7 +269,9 @@ class Chosen:
 
     def get(self, selection: Mapping[str, Any], of: str) -> InlineSet:
         """Return what a request's selection leaves of a registered set.
-        of: the set's reference. Raises RefusedError with the field: a list over the limit, and as `views.view` does."""
+
+        of: the set's reference. Raises RefusedError with the field: a list over the limit, and as `views.view` does.
+        """
         lists = {word: selection[word] for word in (EXCLUDE, ONLY) if word in selection}
         for word, keys in [*lists.items(), (BOOST_KEYS, list(selection.get(BOOST_KEYS, ())))]:
             self._check_size(word, keys)

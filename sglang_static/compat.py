@@ -52,8 +52,10 @@ def sglang_version() -> str:
 
 
 def install() -> None:
-    """Put each hook in place as soon as its module is imported. Raises RuntimeError for a version that is not
-    supported; the import raises it for a missing hook."""
+    """Put each hook in place as soon as its module is imported.
+
+    Raises RuntimeError for a version that is not supported; the import raises it for a missing hook.
+    """
     installed = sglang_version()
     hooks.check_version("SGLang", installed, SUPPORTED, BROKEN)
     hook.install(f"SGLang {installed}", IMPORTED)

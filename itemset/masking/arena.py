@@ -330,8 +330,10 @@ def with_addresses(rows: NDArray[np.int64], words: int) -> NDArray[np.int64]:
 
 
 def check_tables(item_set: ItemSet) -> None:
-    """Do ahead of `Arena.place` what reads all of a set, for fractions of a second if it is large. Raises ItemSetError
-    if the tables of a set, or of the set below a view, are no trie."""
+    """Do ahead of `Arena.place` what reads all of a set, for fractions of a second if it is large.
+
+    Raises ItemSetError if the tables of a set, or of the set below a view, are no trie.
+    """
     _refuse_disorder(item_set)
     _ = item_set.level_plan, item_set.token_ids, item_set.whole.ready  # else an arena keeps the set, and its file open
 

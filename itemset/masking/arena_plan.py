@@ -151,8 +151,10 @@ Piece = tuple[int, int]  # number and start of a set
 
 
 class Holdings:
-    """The served version of each set has its room, and the one that is on its way. Call it from one thread. What was
-    held before stays in the arena until the room is needed: a rollback copies nothing."""
+    """The served version of each set has its room, and the one that is on its way. Call it from one thread.
+
+    What was held before stays in the arena until the room is needed: a rollback copies nothing.
+    """
 
     def __init__(self, plan: Plan, served: Mapping[str, ItemSet]) -> None:
         """served: the sets that are held from the start, by name."""
@@ -161,8 +163,10 @@ class Holdings:
         self._next: dict[str, Resident] = {}
 
     def hold(self, name: str, item_set: ItemSet) -> Piece:
-        """Hold room for a version, beside the one that is served. Return where it is to be placed. Raises
-        ArenaFullError if there is no such room now; then only the one that is served has its own."""
+        """Hold room for a version, beside the one that is served. Return where it is to be placed.
+
+        Raises ArenaFullError if there is no such room now; then only the one that is served has its own.
+        """
         try:
             resident = self._plan.acquire(item_set)
         finally:

@@ -69,7 +69,9 @@ def set_row(sets, state):
 @triton.jit
 def ready_row(words, sets, state):
     """Return where the bits of a node's ready mask begin in `words`, the first word that they are for, and how many.
-    That is 0 if the node has none. A list of dead entries leaves out more."""
+
+    That is 0 if the node has none. A list of dead entries leaves out more.
+    """
     ready = tl.load(set_row(sets, state) + READY)
     has = ready != NO_BITS
     nodes = tl.load(words + ready, mask=has, other=0).to(tl.int64)
@@ -111,8 +113,10 @@ def next_state(
 
 @triton.jit
 def child_state(words, fields, node, token, LANES: tl.constexpr):
-    """Return the state after the edge that carries `token`, or DEAD. Each edge's target is loaded beside its label: one
-    round trip to memory instead of two."""
+    """Return the state after the edge that carries `token`, or DEAD.
+
+    Each edge's target is loaded beside its label: one round trip to memory instead of two.
+    """
     first, end = row_bounds(words, fields, node)
     first, count = narrowed(words, fields, first, end - first, token, LANES)
     lane = tl.arange(0, LANES)
@@ -178,8 +182,10 @@ def _state_stored(words, fields, edge, mask):
 
 @triton.jit
 def narrowed(words, fields, first, count, token, LANES: tl.constexpr):
-    """Return at most LANES of the edges, with the one that carries `token` if any does. All edges before these carry
-    less, all after them more."""
+    """Return at most LANES of the edges, with the one that carries `token` if any does.
+
+    All edges before these carry less, all after them more.
+    """
     lane = tl.arange(0, LANES).to(tl.int64)
     while count > LANES:
         stride = (count + LANES - 1) // LANES

@@ -132,8 +132,10 @@ class Catalogue:
         return opened
 
     def begin(self, message: Prepare, check: Callable[[ItemSet], object]) -> Opened | None:
-        """Return the version once it is open, and until then None: a thread opens it, and checks the set. Raises
-        ItemSetError as `open` and `check` do, once."""
+        """Return the version once it is open, and until then None: a thread opens it, and checks the set.
+
+        Raises ItemSetError as `open` and `check` do, once.
+        """
         key = name, version = message.name, message.version
 
         def work() -> Opened:
@@ -268,7 +270,9 @@ class Catalogue:
 
     def keep(self, inline_set: InlineSet) -> InlineSet:
         """Cache an inline set, in place of the least recently used ones if room is short. Return it, or its equal here.
-        A part of a version that is closed by now is not cached, but known for as long as somebody holds it."""
+
+        A part of a version that is closed by now is not cached, but known for as long as somebody holds it.
+        """
         with self._lock:
             if inline_set.reference in self._inline:
                 return self._inline[inline_set.reference]
@@ -303,7 +307,9 @@ class Catalogue:
 
 def with_versions(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the plugin's options with the versions of their sets: the process that starts an engine decides them.
-    Raises ItemSetError as `StaticConfig.of` and `Catalogue` do."""
+
+    Raises ItemSetError as `StaticConfig.of` and `Catalogue` do.
+    """
     config = StaticConfig.of(options)
     if config.item_set_versions is not None or not (config.item_sets or config.item_set_dir):
         return dict(options)

@@ -39,7 +39,9 @@ _beside: list[subprocess.Popen[bytes]] = []
 @cache
 def compile_all() -> None:
     """Run all loops once on small sets, for both widths of token ids and both kinds of keys; a process does so once.
-    Loads them where Numba's cache has them. Waits for another process that compiles them now."""
+
+    Loads them where Numba's cache has them. Waits for another process that compiles them now.
+    """
     with _one_compiler():
         _run_all()
 

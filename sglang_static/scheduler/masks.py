@@ -256,8 +256,10 @@ def parents_of(first_child: Tensor, next_sibling: Tensor) -> Tensor:
 
 
 def receive_request(catalogue: Catalogue, custom: dict[str, Any]) -> tuple[EngineRequest, ItemSet]:
-    """Return what a request with one set carries in its `custom_params`, and the set, whose bytes are taken out. Raises
-    ItemSetError for a set that is not known, or whose tables are damaged."""
+    """Return what a request with one set carries in its `custom_params`, and the set, whose bytes are taken out.
+
+    Raises ItemSetError for a set that is not known, or whose tables are damaged.
+    """
     carried = read(custom)
     assert carried is not None
     assert carried.item_set is not None

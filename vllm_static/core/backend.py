@@ -96,7 +96,9 @@ class StaticBackend(StructuredOutputBackend):
 
     def admit(self, manager: Any, request: Request) -> bool:
         """Take over the inline set that came with the request, and return whether the device path takes the request.
-        The index travels on to the workers only there, whose arenas may have forgotten it."""
+
+        The index travels on to the workers only there, whose arenas may have forgotten it.
+        """
         params = request.sampling_params
         carried = read(params.extra_args) if params is not None else None
         if carried is None:

@@ -28,7 +28,9 @@ RESIDENT = "item_set_resident"  # attribute of a request in the engine core: the
 
 class DevicePath(Devices):
     """Admits requests to the device path, and brings versions of their sets to the workers, whose executor is `engine`.
-    Called by vLLM's input thread and by its engine loop."""
+
+    Called by vLLM's input thread and by its engine loop.
+    """
 
     def __init__(self, catalogue: Catalogue) -> None:
         self.plan = Plan(catalogue.arena_bytes())

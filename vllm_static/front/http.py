@@ -117,8 +117,10 @@ async def make_sets(front_end: Any) -> None:
 
 
 def with_item_set(params: Any) -> Any:
-    """Put what the request that is being served asks of item sets into the parameters that vLLM has made of it. Raises
-    RefusedError for sets that vLLM has dropped from these, or that stand in tools which it leaves free."""
+    """Put what the request that is being served asks of item sets into the parameters that vLLM has made of it.
+
+    Raises RefusedError for sets that vLLM has dropped from these, or that stand in tools which it leaves free.
+    """
     body = http_bodies.body()
     request, given = body.request, constraint_of(params)  # vLLM has made one of the tools, or none
     if request is None:

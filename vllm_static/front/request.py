@@ -19,8 +19,10 @@ _READ = {*WORDS, *OPTIONS, *DRAWN, LIST}
 
 
 def asked(params: SamplingParams | BeamSearchParams) -> ItemRequest | None:
-    """Return what a request's parameters ask of item sets, judged unless that was done; None if nothing. Of a
-    constraint it is not known yet whether sets stand in it. Raises RefusedError as `ItemRequest.of` does."""
+    """Return what a request's parameters ask of item sets, judged unless that was done; None if nothing.
+
+    Of a constraint it is not known yet whether sets stand in it. Raises RefusedError as `ItemRequest.of` does.
+    """
     extra, k = getattr(params, "extra_args", None) or {}, getattr(params, "beam_width", None)
     if isinstance(extra.get(WIRE), EngineRequest):  # ours, for the list of another request
         return None
@@ -38,7 +40,9 @@ def asked(params: SamplingParams | BeamSearchParams) -> ItemRequest | None:
 
 def asked_of_generate(params: SamplingParams) -> ItemRequest | None:
     """Return the list, or the draws, that `generate` is to make in place of `n` samples; None if it is to sample.
-    Raises RefusedError as `ItemRequest.of` does, and for parameters that would be ignored."""
+
+    Raises RefusedError as `ItemRequest.of` does, and for parameters that would be ignored.
+    """
     extra = params.extra_args or {}
     if not wants_candidates(extra):
         return None

@@ -69,7 +69,9 @@ def logits_room(runner: Any) -> int:
 @torch.inference_mode()
 def run_logits(runner: Any, tokens: int) -> Tensor:
     """Return logits of this many tokens, of no meaning: [tokens, vocabulary]. PyTorch keeps their memory for others.
-    With adapters, of no more than a pass has: their buffers have no room for others."""
+
+    With adapters, of no more than a pass has: their buffers have no room for others.
+    """
     if runner.lora_config is not None:
         tokens = min(tokens, runner.max_num_tokens)
     use_adapters(runner, [], np.zeros(tokens, np.intp))

@@ -96,8 +96,10 @@ class ItemSetProcessor(LogitsProcessor):
         return why or (given[0] if other is None else "sets with other tokens")
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
-        """Stage the request's set. Also called when it comes back after preemption: its output is walked again. Returns
-        False: `hooks.apply_sampling_params` masks without a copy of the batch's logits."""
+        """Stage the request's set. Also called when it comes back after preemption: its output is walked again.
+
+        Returns False: `hooks.apply_sampling_params` masks without a copy of the batch's logits.
+        """
         carried = read(sampling_params.extra_args) or EngineRequest()
         self.temperatures[req_idx] = carried.weighs_at(sampling_params.temperature)
         self.are_lists[req_idx] = carried.ranked is not None

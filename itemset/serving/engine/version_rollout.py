@@ -28,8 +28,10 @@ Result = TypeVar("Result")
 
 
 class Devices:
-    """How an engine brings versions to its devices. This one has none: masks are made on the host. The argument
-    `engine` of methods is what reaches the engine's other processes."""
+    """How an engine brings versions to its devices. This one has none: masks are made on the host.
+
+    The argument `engine` of methods is what reaches the engine's other processes.
+    """
 
     def check(self, item_set: ItemSet) -> None:
         """Check a set, on the thread that has opened it. Raises ItemSetError."""

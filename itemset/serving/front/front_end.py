@@ -71,7 +71,9 @@ class FrontEndBase:
 
     def pinned(self, asked: ItemRequest) -> ItemRequest | None:
         """Return the request with its set or constraint, whatever version is served later; None if no set stands in it.
-        Waits until it is made. Raises as `Checks.made` and `Constraints.get` do."""
+
+        Waits until it is made. Raises as `Checks.made` and `Constraints.get` do.
+        """
         if asked.made is not None:
             return asked
         given = asked.constraint
@@ -128,8 +130,10 @@ class FrontEndBase:
     def engine_request(
         self, asked: ItemRequest, *, stop_tokens: set[int], prompt_tokens: int, min_tokens: int
     ) -> EngineRequest:
-        """Return what a request that is `pinned` carries to the engine. Counts it. Raises RefusedError where a set and
-        the other parameters leave no way to end an item."""
+        """Return what a request that is `pinned` carries to the engine. Counts it.
+
+        Raises RefusedError where a set and the other parameters leave no way to end an item.
+        """
         grammar = asked.made if isinstance(asked.made, Constraint) else None
         sets = [self.checks.made(asked)] if grammar is None else grammar.sets
         least = min_tokens if grammar is None else 0

@@ -115,8 +115,10 @@ def mends(choice: str, drawing: str) -> dict[str, str]:
 
 
 def set_in(given: Mapping[str, Any]) -> str | None:
-    """Return where an item set stands in JSON of any kind, rightly or nearly; None where none does. In a schema a
-    property may be called item_set, and constants and examples may hold what they like."""
+    """Return where an item set stands in JSON of any kind, rightly or nearly; None where none does.
+
+    In a schema a property may be called item_set, and constants and examples may hold what they like.
+    """
     looked, level = 0, [(given, "", False)]
     for value, where, names in level:
         if isinstance(value, str):

@@ -44,8 +44,10 @@ class Followed:
 
 
 class Follower:
-    """Follows the sets of one front end. Safe for threads. Looks are made on a thread of its own once `start` was
-    called, and by `look` and `refresh`."""
+    """Follows the sets of one front end. Safe for threads.
+
+    Looks are made on a thread of its own once `start` was called, and by `look` and `refresh`.
+    """
 
     def __init__(self, checks: Checks, config: StaticConfig, send: Send, *, path: str, logger: logging.Logger) -> None:
         """path: where masks are made."""
@@ -87,8 +89,10 @@ class Follower:
                 self._look_at(name)
 
     def refresh(self, name: str) -> dict[str, Any]:
-        """Look at one set, and return its entry of `listed` when what is current serves here. Raises RefusedError: no
-        such set, or a version that is not served."""
+        """Look at one set, and return its entry of `listed` when what is current serves here.
+
+        Raises RefusedError: no such set, or a version that is not served.
+        """
         with self._lock:
             self._look_at_folder()
             if (followed := self._sets.get(name)) is None:

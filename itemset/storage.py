@@ -185,7 +185,7 @@ def _system(uri: str) -> tuple[Any, str]:
     try:
         system, inside = fs.FileSystem.from_uri(uri)
     except pa.ArrowInvalid:  # none of pyarrow's own
-        return fsspec.core.url_to_fs(uri)  # type: ignore[no-any-return]
+        return fsspec.core.url_to_fs(uri)
     return ArrowFSWrapper(system, skip_instance_cache=True), inside
 
 

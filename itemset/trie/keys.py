@@ -197,7 +197,7 @@ def _taken(keys: pa.Array, places: NDArray[Any]) -> NDArray[np.int64] | list[str
     """Return the keys at these places, each 0 .. keys - 1. Raises ItemSetError if a damaged one is no text."""
     taken: Any = keys.take(pa.array(places))
     try:
-        return taken.to_numpy() if pa.types.is_integer(taken.type) else taken.to_pylist()  # type: ignore[no-any-return]
+        return taken.to_numpy() if pa.types.is_integer(taken.type) else taken.to_pylist()
     except UnicodeDecodeError as error:
         raise ItemSetError(f"the index is corrupted, a key is no text: {AGAIN}") from error
 

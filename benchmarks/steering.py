@@ -92,13 +92,13 @@ def boosts_of(count: int, popularity: NDArray[np.float64]) -> dict[str, NDArray[
 WEIGHTS = {"each item's own": (1, 2, 4), "margin, exponential": (1, 2), "flag on 5 %": (3,), "1,000 keys": (4,)}
 
 
-def listed(arena: Any, number: int, plan: Any, model: Model, width: int, **options: Any) -> tuple[Any, float]:
+def listed(arena: Any, number: int, plan: Any, model: Model, width: int) -> tuple[Any, float]:
     """A list of ten by a beam, [10, LENGTH] tokens, and the ms of its rounds."""
     import torch
 
     from itemset.ranking.lockstep import Lockstep
 
-    beams, taken = Lockstep(arena, [number], plan, width=width, k=10, end_token=None, **options), 0.0
+    beams, taken = Lockstep(arena, [number], plan, width=width, k=10, end_token=None), 0.0
     tokens = np.zeros((1, LENGTH), np.int64)
     while beams.passes_left:
         logits = torch.from_numpy(model.logits(tokens, beams.taken))
@@ -119,14 +119,14 @@ def recall(count: int, prompts: int) -> Iterator[Row]:
         for weight in WEIGHTS.get(name, (2,)):
             seen = itemset.view(built, boost={name: float(weight)})
             arena = Arena(room_for(seen))
-            number, root, found = arena.acquire(seen), weight * float(values.max()), dict[str, list[float]]()
+            number, found = arena.acquire(seen), dict[str, list[float]]()
             for model in models:
                 sums = model.logs + weight * values
                 best = np.argpartition(-sums, 9)[:10]
                 order = np.argsort(-model.logs)[: RERANKED[-1]]
                 lists = {f"{n:,} re-ranked": order[:n][np.argsort(-sums[order[:n]])[:10]] for n in RERANKED}
                 for width in BEAMS:
-                    items, _ = listed(arena, number, built.level_plan, model, width, boost=(1.0, root))
+                    items, _ = listed(arena, number, built.level_plan, model, width)
                     lists[f"beam of {width}"] = np.asarray(built.lookup(items))
                 for way, items in lists.items():
                     found.setdefault(way, []).append(len(np.intersect1d(items, best)) / 10)
@@ -160,18 +160,18 @@ def rounds(count: int, prompts: int) -> Iterator[Row]:
     ids, popularity = catalogue(count)
     model, popular = Model(ids, popularity, 100), boosts_of(len(ids), popularity)["popular"]
     built = itemset.build(ids, attributes={"popular": popular})
-    sets: dict[str, tuple[Any, Row]] = {"no boost": (built, {})}
+    sets = {"no boost": built}
     if hasattr(itemset, "view") and "boost" in itemset.view.__kwdefaults__:
         keys = {int(key): 1.0 for key in np.random.default_rng(3).permutation(len(ids))[:1_000]}
-        sets["boost"] = itemset.view(built, boost={"popular": 1.0}), {"boost": (1.0, 10.0)}
-        sets["1,000 boosted keys"] = itemset.view(built, boost_keys=keys), {"boost": (1.0, 10.0)}
-    arena = Arena(sum(room_for(one) for one, _ in sets.values()))
-    numbers = {name: arena.acquire(one) for name, (one, _) in sets.items()}
+        sets["boost"] = itemset.view(built, boost={"popular": 1.0})
+        sets["1,000 boosted keys"] = itemset.view(built, boost_keys=keys)
+    arena = Arena(sum(map(room_for, sets.values())))
+    numbers = {name: arena.acquire(one) for name, one in sets.items()}
     for width in BEAMS:
         times: dict[str, list[float]] = {name: [] for name in sets}
         for _ in range(30):
-            for name, (_, options) in sets.items():
-                times[name].append(listed(arena, numbers[name], built.level_plan, model, width, **options)[1])
+            for name, number in numbers.items():
+                times[name].append(listed(arena, number, built.level_plan, model, width)[1])
                 time.sleep(0.002)
         for name, each in times.items():
             yield {"width": width, "list": name, "ms": min(each), "/ no boost": min(each) / min(times["no boost"])}

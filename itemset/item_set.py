@@ -195,6 +195,11 @@ class ItemSet:
         """Return whether its items have boosts: see `view`."""
         return bool(len(self.trie.tables.potential) or len(self.trie.tables.boosted))
 
+    @property
+    def most_boost(self) -> float:
+        """Return a bound of all boosts, 0 without any."""
+        return float(potential.potential_of(self.trie.tables.pointers, potential.ROOT))
+
     @functools.cached_property
     def heights(self) -> NDArray[np.uint16]:
         """Return of each edge how many tokens the longest item has from there on. Read off the tables once."""

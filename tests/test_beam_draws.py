@@ -74,7 +74,7 @@ def run_in(
     arena = Arena(room_for(built), DEVICE)
     number, (keys, wanted) = arena.acquire(built), drawing.races
     options: dict[str, Any] = {"width": width, "k": wanted, "end_token": end, "kernels": kernels}
-    options |= {"keys": torch.tensor(keys, device=DEVICE), "temperature": temperature, "boost": drawing.tree.boosting}
+    options |= {"keys": torch.tensor(keys, device=DEVICE), "temperature": temperature, "boost": drawing.tree.boost}
     found = Beams(arena, [number] * len(keys), built.level_plan, **options)
     while found.passes_left:
         rows, queries = found.rows if found.taken else 1, found.queries

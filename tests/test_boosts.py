@@ -91,7 +91,7 @@ def test_beams_find_what_the_search_finds(items: Any, end: int | None, kernels: 
     search = Search(seen, k, boost=scale, normalise_length=alpha, **options)
     beams = Beams(
         arena, [number], seen.level_plan, k=k, stepwise=stepwise and not renormalised, kernels=kernels,
-        boost=search.tree.boosting, normalise_length=alpha, **options,
+        boost=scale, normalise_length=alpha, **options,
     )  # fmt: skip
     Caller(beams).run()
     items = [(item, log) for log, item in listed(beams, 0)]

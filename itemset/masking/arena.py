@@ -132,6 +132,7 @@ class _Placed:
     tokens: NDArray[np.int64] | ItemSet
     view: ItemSet | None = None  # the set, if it is a view on which others may stand
     there: bool = False
+    most_boost: float | None = None  # of a set that is steered
     alphabets: dict[tuple[int, ...], bytes] = field(default_factory=dict)  # see `Arena.alphabet`
 
 
@@ -222,6 +223,10 @@ class Arena:
             placed.alphabets[more] = np.union1d(placed.tokens, np.array(more, np.int64)).tobytes()
         return placed.alphabets[more]
 
+    def most_boost(self, number: int) -> float | None:
+        """Return a bound of all boosts of a set; None if it has none, or is not there."""
+        return self._placed[number].most_boost if number in self._placed else None
+
     def view(self, number: int) -> ItemSet | None:
         """Return the view that was placed as this set, for others to stand on; None if there is none."""
         return self._placed[number].view if number in self._placed else None
@@ -262,6 +267,7 @@ class Arena:
         levels = item_set.level_plan if "level_plan" in known else item_set
         tokens = item_set.token_ids if "token_ids" in known else item_set
         placed = _Placed(item_set.digest, start, start + arena_plan.piece_of(item_set), row, levels, tokens)
+        placed.most_boost = item_set.most_boost if item_set.is_steered else None
         overwritten = [n for n, one in self._placed.items() if one.start < placed.end and start < one.end]
         for n in {*overwritten, number}:
             self._placed.pop(n, None)

@@ -35,7 +35,7 @@ class BeamOptions(TypedDict, total=False):
     longest: with stepwise, the most tokens of an item that is found; those of the plan's longest if None.
     keys: [lists] int64, on the arena's device: draw, by these keys of `exact_sampling.Drawing.races`.
     temperature: of draws, above 0; above 1 of sets that `tempered` has made.
-    boost: what the boosts of the sets (`view`) count, and the potential of their roots, times that; none by default.
+    boost: what the boosts of the sets count, see `view`.
     normalise_length: of lists with an end token, as of `search.Search`; not with renormalised.
     kernels: by default as the arena's; "auto" is Numba on a CPU and Triton on an accelerator.
     """
@@ -48,7 +48,7 @@ class BeamOptions(TypedDict, total=False):
     longest: int | None
     keys: Tensor | None
     temperature: float
-    boost: tuple[float, float]
+    boost: float
     normalise_length: float
     kernels: Kernels
 
@@ -103,7 +103,8 @@ class Beams:
         self.queries, self.rows, self.riding, self.taken = 1, 1, 0, 0
         end_token, keys = options["end_token"], options.get("keys")
         self._plan, self._renormalised = plan, options.get("renormalised", False)
-        (boost, root), length = options.get("boost", (0.0, 0.0)), options.get("normalise_length", 0.0)
+        boosts, length = [arena.most_boost(number) for number in numbers], options.get("normalise_length", 0.0)
+        boost = options.get("boost", 1.0) * any(one is not None for one in boosts)
         self._races = keys is not None
         self._rules = Rules(
             -1 if end_token is None else end_token,
@@ -123,9 +124,9 @@ class Beams:
         if keys is not None:
             self._rows.table[form.KEY, :, 0] = keys
             self._rows.scores[:, 0] = -_log_exponential(keys)
-        if boost:
-            self._rows.scores[:, 0] += root
-            self._rows.table[form.BOOST].view(torch.float64)[:, 0] = root
+        for i, most in enumerate(boosts if boost else ()):
+            self._rows.scores[i, 0] += boost * (most or 0.0)
+            self._rows.table[form.BOOST].view(torch.float64)[i, 0].fill_(boost * (most or 0.0))
         self._items = Items.empty(self.lists, self.k, self.longest, arena.device)
         self._items.tokens.fill_(-1)
         for column in self._items[1:]:
@@ -359,8 +360,8 @@ def _check(lists: int, options: BeamOptions) -> None:
         raise ValueError("normalise_length takes lists whose ends are scored, and that are not renormalised")
     check_widths(options["width"])
     check_positive(k=options["k"], longest=longest, lists=lists)
-    if not temperature > 0 or (temperature > 1 and "boost" not in options):
-        raise ValueError(f"temperature is {temperature}: make it more than 0, and with `tempered` sets above 1")
+    if not temperature > 0:
+        raise ValueError(f"temperature is {temperature}: make it more than 0")
 
 
 def _log_exponential(keys: Tensor) -> Tensor:

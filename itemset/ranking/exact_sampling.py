@@ -82,7 +82,7 @@ class Drawing(Rounds):
         super().__init__(tree, options.get("max_passes"))
         races, self._k = (n, 1) if options.get("replace", True) else (1, n)
         self._keys = np.random.SeedSequence(options.get("seed")).generate_state(races, "u8")
-        self._races = [Race.of(key, self._k, tree.boosting[1]) for key in self._keys]
+        self._races = [Race.of(key, self._k, float(tree.nodes["mass"][ROOT])) for key in self._keys]
         self._known: Mapping[int, Sequence[Item]] = {}
         self._before = 0, 0
         self._approximate = options.get("approximate", False)

@@ -85,12 +85,12 @@ class ScoredTree:
         log-probability is divided by its tokens, those that are scored, to this power; a prefix's by those of the
         longest item below it.
         """
-        self._item_set, self._boost = item_set, boost = item_set, boost * item_set.is_steered
+        self._item_set, self.boost = item_set, boost * item_set.is_steered
         self._tables, self._power, self.length = item_set.trie.tables, power, normalise_length
         self._end = -1 if end_token is None else end_token
         self._renormalised, self._forced = renormalised, forced
-        self._root = boost * float(potential_of(self._tables.pointers, ROOT_POTENTIAL)) if boost else 0.0
-        self._nodes = _Growing(np.array([(self._root, SELF, 0, -1, UNSCORED)], NODE))
+        root = self.boost * item_set.most_boost if self.boost else 0.0
+        self._nodes = _Growing(np.array([(root, SELF, 0, -1, UNSCORED)], NODE))
         self._expansions, self._runs = _Growing(np.zeros(1, EXPANSION)), _Growing(np.zeros(0, RUN))
         self._prefixes: list[tuple[int, ...]] = [()]  # the tokens of each expansion
         # Of the passes that were asked for: the nodes; the edges to the children of all, side by side, of each the
@@ -103,11 +103,6 @@ class ScoredTree:
     def nodes(self) -> NDArray[Any]:
         """Return the nodes, [nodes] NODE."""
         return self._nodes.rows
-
-    @property
-    def boosting(self) -> tuple[float, float]:
-        """Return what the set's potentials count, and the root's times that: see `beams.BeamOptions`."""
-        return self._boost, self._root
 
     @property
     def arrays(self) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
@@ -142,7 +137,7 @@ class ScoredTree:
         expansions = self._expansions.more(len(nodes))
         expansions["mass"] = self.nodes["mass"][nodes] + self._add_runs(expansions, answers)
         masses = np.repeat(expansions["mass"], counts) + logs
-        if self._boost or self.length:
+        if self.boost or self.length:
             masses = self._steered(nodes, expansions["mass"] - self.nodes["mass"][nodes], logs)
         new = self._nodes.more(int(np.count_nonzero(masses > above)))
         rule = self._end, self._renormalised
@@ -169,7 +164,7 @@ class ScoredTree:
 
     def _of_items(self, items: Sequence[tuple[int, ...]]) -> tuple[Any, Any]:
         """Return what boosts add to the mass of each item, and what its log-probability is multiplied by."""
-        boosts = self._boost * self._item_set.boosts_of(items) if self._boost else 0.0
+        boosts = self.boost * self._item_set.boosts_of(items) if self.boost else 0.0
         return boosts, self._norms(np.array([len(one) for one in items], np.int64)) if self.length else 1.0
 
     def _norms(self, tokens: NDArray[Any]) -> NDArray[np.float64]:
@@ -182,7 +177,7 @@ class ScoredTree:
         """Return the masses of the children of some nodes. runs: of their certain tokens. logs: of the children."""
         above, counts = self.nodes[nodes], self._counts
         heights = self._item_set.heights if self.length else np.zeros(0, np.uint16)
-        parents = self._boost, above["edge"].astype(np.int64), *self._ends
+        parents = self.boost, above["edge"].astype(np.int64), *self._ends
         boosts, own, tokens = _of_children(self._tables.pointers, heights, *parents, counts, self._edges)
         if not self.length:
             less = np.minimum(own - np.repeat(boosts, counts), 0.0)

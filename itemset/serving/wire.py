@@ -59,7 +59,7 @@ class ListSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     races: Tokens = ()
     temperature: float = 1.0
     placeholders: int = 0
-    boost: tuple[float, float] = (0.0, 0.0)
+    boost: float = 0.0
     normalise_length: float = 0.0
 
     @property

@@ -176,6 +176,8 @@ class WideLists:
         """Return whether a graph makes this list: in one step, with the logits of each pass at once."""
         assert self.graphs is not None
         passes = self._passes(group[0])
+        if group[0].spec.boost:  # a graph would keep the bound of these boosts
+            return False
         at_once = not self.narrow and passes.tokens <= min(self._most_logits, self._runner.max_num_tokens)
         return at_once and self.graphs.takes(group, passes.rows, self._rows_a_step)
 

@@ -153,7 +153,7 @@ class OneRequest:
         if isinstance(options, ListOptions):
             scores = options.without_end, options.renormalised
             spec = ListSpec(
-                options.n, options.beam, end_token, *scores, placeholders=placeholders, boost=search.tree.boosting,
+                options.n, options.beam, end_token, *scores, placeholders=placeholders, boost=search.tree.boost,
                 normalise_length=options.normalise_length,
             )  # fmt: skip
             # What is complete before its end is scored has a score of its own in no kernel.
@@ -167,7 +167,7 @@ class OneRequest:
             keys, k = search.races
             width = options.race_width(len(keys), k, self.beams)
             spec = ListSpec(
-                k, width or 1, end_token, races=tuple(keys), temperature=options.temperature, boost=search.tree.boosting
+                k, width or 1, end_token, races=tuple(keys), temperature=options.temperature, boost=search.tree.boost
             )
             more = {"max_passes": options.max_passes is not None, self._too_many: width is None}
         else:

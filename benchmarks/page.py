@@ -1,4 +1,4 @@
-"""Makes the tables of docs/benchmarks.md, papers.md and lists.md from docs/benchmarks/*.json: python benchmarks/page.py
+"""Makes the tables of docs/{benchmarks,papers,lists,steering}.md from docs/benchmarks/*.json: python benchmarks/page.py
 
 A table stands under a line `<!-- table FILE NAME -->`: what FILE.json has under NAME. `runner.Report` writes a file's
 tables, with the command and the machine of each; those of scripts that are gone were written by hand.
@@ -13,7 +13,7 @@ from pathlib import Path
 from runner import table
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-PAGES = tuple(DOCS / f"{name}.md" for name in ("benchmarks", "papers", "lists"))
+PAGES = tuple(DOCS / f"{name}.md" for name in ("benchmarks", "papers", "lists", "steering"))
 TABLE = re.compile(r"(<!-- table (\w+) ([\w -]+) -->\n)(?:\|.*\n)*")
 
 

@@ -5,6 +5,7 @@ python benchmarks/steering.py --items 1e6 --json docs/benchmarks/steering.json
 Semantic IDs of 4 codes of 256, and a model that has learnt a taste: a prefix has the mass of its items, up to a noise
 of its own, and 3 % of each step lie outside the set. Its logits come from an array, so that a list costs its search.
 
+exact: of each boost and filter, whether the proven list of ten is that of exhaustive scoring, and what it took.
 recall: the share of the ten best by the sum that a list of ten has, mean of the prompts. "n re-ranked": the n best
 items of the model, exact, re-ranked by the sum. "beam of n": boosts in the search, by a beam of that width.
 potentials: making what the search reads, beside a filter of the same set.
@@ -49,6 +50,13 @@ class Model:
             self.steps.append(np.log(mass / total[parents] * LEGAL))
             logs = logs[parents] + self.steps[-1]
         self.logs = logs  # of the items
+
+    def answer(self, one: Any) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """What a pass of `search.Search` asks for."""
+        rows = [self.logits(np.array([one.tokens[:taken]], np.int64).reshape(1, -1), taken)[0]
+                for taken in range(one.known, min(len(one.tokens), LENGTH - 1) + 1)]  # fmt: skip
+        run = [row[token] for row, token in zip(rows, one.tokens[one.known :], strict=False)]
+        return np.array(run), rows[-1][one.after]
 
     def logits(self, tokens: NDArray[np.int64], taken: int) -> NDArray[np.float32]:
         """Log-probabilities after these prefixes, [rows, CODES + 1]: the last token is all that is not in the set."""
@@ -105,6 +113,36 @@ def listed(arena: Any, number: int, plan: Any, model: Model, width: int) -> tupl
         taken += ms_of(lambda logits=logits: beams.round(logits))
         tokens = beams.tokens[0, : beams.row_count].numpy()
     return beams.found.tokens[0].numpy(), taken
+
+
+def exact(count: int, prompts: int) -> Iterator[Row]:
+    """Of 10^5 items at most, with two boosts at a time every other time."""
+    import itemset
+    from itemset.ranking.search import Search
+
+    ids, popularity = catalogue(min(count, 100_000))
+    boosts, draw = boosts_of(len(ids), popularity), np.random.default_rng(4)
+    boosts |= {
+        "brand's": draw.standard_normal(500)[draw.integers(0, 500, len(ids))],
+        "age": -draw.exponential(1, len(ids)),
+    }
+    shelf, model = draw.integers(0, 100, len(ids)), Model(ids, popularity, 100)
+    built = itemset.build(ids, attributes=boosts | {"shelf": shelf})
+    names = list(boosts)
+    for least in (None, 50, 90, 99):
+        left = np.flatnonzero(shelf >= (least or 0))
+        query = None if least is None else {"shelf": {"$gte": least}}
+        for i, name in enumerate(names):
+            weights = {name: 2.0} if i % 2 else {name: 1.0, names[i - 1]: -0.5}
+            sums = model.logs[left] + sum(weight * boosts[one][left] for one, weight in weights.items())
+            best = left[np.argsort(-sums)[:10]]
+            search = Search(itemset.view(built, query, boost=weights), 10, width=64, exact=True)
+            while search.passes:
+                search.take([model.answer(one) for one in search.passes])
+            found = search.result
+            items = np.asarray(built.lookup([item.tokens for item in found.items]))
+            row: Row = {"items left": len(left), "boost": " and ".join(weights), "equal": bool((items == best).all())}
+            yield row | {"proven": found.proven, "passes": found.passes}
 
 
 def recall(count: int, prompts: int) -> Iterator[Row]:
@@ -177,7 +215,7 @@ def rounds(count: int, prompts: int) -> Iterator[Row]:
             yield {"width": width, "list": name, "ms": min(each), "/ no boost": min(each) / min(times["no boost"])}
 
 
-PARTS = {"recall": recall, "potentials": potentials, "rounds": rounds}
+PARTS = {"exact": exact, "recall": recall, "potentials": potentials, "rounds": rounds}
 
 
 def measure(part: str, count: int, prompts: int) -> list[Row]:

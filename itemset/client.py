@@ -25,9 +25,10 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Item:
-    """An item of a set: its key, None if nobody has said it; its text; in lists and draws its score, a log-probability,
-    and all its keys, of which `key` is the first. version: of a published set, by which the answer was made.
-    attributes: of its key, if the request asked for them (`item_attributes`).
+    """An item of a set: its key, None if nobody has said it; its text; in lists and draws its score, which orders them,
+    the model's log-probability, equal to it unless a request steers, and all its keys, of which `key` is the first.
+    version: of a published set, by which the answer was made. attributes: of its key, if the request asked for them
+    (`item_attributes`).
 
     `Item["films"]` is the type of a Pydantic field that holds an item of the set `films`.
     """
@@ -38,6 +39,7 @@ class Item:
     keys: tuple[int | str, ...] = field(default=(), compare=False, repr=False)
     version: str | None = field(default=None, compare=False, repr=False)
     attributes: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    logprob: float | None = field(default=None, compare=False, repr=False)
 
     def __class_getitem__(cls, item_set: Sets) -> Any:
         return Annotated[cls, Of(item_set)]
@@ -84,7 +86,7 @@ def rank(client: Any, item_set: Sets, prompt: Prompt, n: int = 10, **options: An
 
     item_set: the name of a registered set, or a list of texts. n: items; fewer if the set has fewer. options: those of
     a ranked list (`width`, `exact`, `renormalised`, ...), what chooses among the items (`item_filter`, `exclude_keys`,
-    `only_keys`), and arguments of the client's call (`model`).
+    `only_keys`), what adds to their scores (`boost`, `boost_keys`), and arguments of the client's call (`model`).
     """
     words = _named(item_set) | {"use_beam_search": True, "n": n}
     return _asked(client, prompt, words, options, _items)
@@ -208,4 +210,4 @@ def _item(choice: Any) -> Item:
 def _as_told(item: Mapping[str, Any], text: str) -> Item:
     key, score = item.get("key"), item.get("score", item.get("logprob"))
     keys, version = tuple(item.get("keys") or (key,)), item.get("item_set_version")
-    return Item(key, text, score, keys, version, item.get("attributes") or {})
+    return Item(key, text, score, keys, version, item.get("attributes") or {}, item.get("logprob"))

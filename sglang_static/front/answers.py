@@ -13,6 +13,7 @@ from itemset.serving.front import http_bodies
 from itemset.serving.front.answer_fields import FIELDS, Logs
 from itemset.serving.front.request import THOUGHT, Thought
 from itemset.serving.front.request_fields import LOGPROBS
+from itemset.text import decode
 from sglang_static.compat import hook
 
 logger = logging.getLogger(__name__)
@@ -22,6 +23,9 @@ EXPECTED = "expected_item"
 
 CALLED = "item_set_of_answer"
 """Attribute beside it: the reference of its set; None if it has a constraint with sets in it."""
+
+ALONE = "item_decoded_alone"
+"""Attribute beside it: whether the front end decodes the item, since other tokens stand before or after it."""
 
 WEIGHED = "item_set_weight"
 """Attribute of one for which `ask_logprobs` has asked: its field for log p and log q."""
@@ -33,7 +37,7 @@ async def stream_one_response(
 ) -> AsyncGenerator[Any, None]:
     """Which item a finished answer is: every output passes here, and its state has all of its tokens. After a thought
     comes its list."""
-    expected = getattr(obj, EXPECTED, None)
+    expected, sent = getattr(obj, EXPECTED, None), 0
     async with aclosing(original()) as parts:
         async for part in parts:
             info, finish = part["meta_info"], part["meta_info"].get("finish_reason")
@@ -52,7 +56,25 @@ async def stream_one_response(
                 if fault := count_answer(reference, expected, state.output_ids, told, stopped=stopped):
                     logger.error("Request %s: %s", obj.rid, fault)
                 info.update(told)
+            if getattr(obj, ALONE, False) and "text" in part:
+                shown = _shown(expected, state, self.tokenizer, finish or {})
+                part["text"] = shown[sent:]
+                sent = len(shown) if obj.stream and self.incremental_streaming_output else 0
             yield part
+
+
+def _shown(expected: Any, state: Any, tokenizer: Any, finish: Any) -> str:
+    """Return an answer's text so far, its item decoded without what stands before it and the stop tokens after it."""
+    thought, of_item = expected.parts(state.output_ids)
+    if not of_item:
+        return str(state.get_text())
+    text = "".join(decode(list(tokens), tokenizer) for tokens in (thought, of_item) if tokens)
+    if not finish:
+        return text.rstrip("\ufffd")  # of a character whose last bytes are still to come
+    if not isinstance(stop := finish.get("matched"), str):
+        return text
+    before, found, _ = text.partition(stop)
+    return before + found if state.obj.sampling_params.get("no_stop_trim") else before
 
 
 def ask_logprobs(request: Any, weighed: str) -> None:

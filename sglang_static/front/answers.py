@@ -10,7 +10,7 @@ from contextlib import aclosing
 from typing import Any
 
 from itemset.serving.front import http_bodies
-from itemset.serving.front.answer_fields import FIELDS, Logs
+from itemset.serving.front.answer_fields import FIELDS, Expected, Logs
 from itemset.serving.front.request import THOUGHT, Thought
 from itemset.serving.front.request_fields import LOGPROBS
 from itemset.text import decode
@@ -24,9 +24,6 @@ EXPECTED = "expected_item"
 CALLED = "item_set_of_answer"
 """Attribute beside it: the reference of its set; None if it has a constraint with sets in it."""
 
-ALONE = "item_decoded_alone"
-"""Attribute beside it: whether the front end decodes the item, since other tokens stand before or after it."""
-
 WEIGHED = "item_set_weight"
 """Attribute of one for which `ask_logprobs` has asked: its field for log p and log q."""
 
@@ -38,6 +35,7 @@ async def stream_one_response(
     """Which item a finished answer is: every output passes here, and its state has all of its tokens. After a thought
     comes its list."""
     expected, sent = getattr(obj, EXPECTED, None), 0
+    others = isinstance(expected, Expected) and (expected.content or obj.sampling_params.get("ignore_eos"))
     async with aclosing(original()) as parts:
         async for part in parts:
             info, finish = part["meta_info"], part["meta_info"].get("finish_reason")
@@ -56,14 +54,14 @@ async def stream_one_response(
                 if fault := count_answer(reference, expected, state.output_ids, told, stopped=stopped):
                     logger.error("Request %s: %s", obj.rid, fault)
                 info.update(told)
-            if getattr(obj, ALONE, False) and "text" in part:
+            if others and "text" in part:
                 shown = _shown(expected, state, self.tokenizer, finish or {})
                 part["text"] = shown[sent:]
                 sent = len(shown) if obj.stream and self.incremental_streaming_output else 0
             yield part
 
 
-def _shown(expected: Any, state: Any, tokenizer: Any, finish: Any) -> str:
+def _shown(expected: Expected, state: Any, tokenizer: Any, finish: Any) -> str:
     """Return an answer's text so far, its item decoded without what stands before it and the stop tokens after it."""
     thought, of_item = expected.parts(state.output_ids)
     if not of_item:

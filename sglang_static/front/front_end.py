@@ -161,12 +161,10 @@ class FrontEnd(FrontEndBase):
         params.custom_params = {**(params.custom_params or {}), WIRE: carried.json()}
         content = compat.content_after_reasoning(self._tokenizer, request)
         body().begin(thinks=content is not None)
-        alone = not isinstance(asked.made, Constraint)
-        if alone or not params.ignore_eos:
+        if not (params.ignore_eos and isinstance(asked.made, Constraint)):
             params.skip_special_tokens = params.spaces_between_special_tokens = False  # an item shows its own
         setattr(request, answers.EXPECTED, self.expected(asked, frozenset(stops | self._all_ends), content))
         setattr(request, answers.CALLED, carried.reference or None)
-        setattr(request, answers.ALONE, alone and bool(content or params.ignore_eos))
 
     def _think(self, asked: ItemRequest, request: Any, params: Any, prompt: list[int]) -> Thought:
         """Let a thought end at its marker, and leave room for the items after it."""

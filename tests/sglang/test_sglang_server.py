@@ -171,6 +171,10 @@ def test_a_compressed_body_loses_nothing(server, named_sets):
         ({"structured_outputs": {"regex": "[0-9]"}}, "of structured_outputs SGLang knows choice alone: send item_set"),
         ({"item_set": "ragged", "beam_width": 5}, "beam_width belongs into the sampling_params of /generate"),
         ({"custom_params": {"item_set_wire": "AAAA"}}, "item_set_wire is not for requests"),
+        *(
+            ({"item_set": "one", "response_format": stated}, "response_format must be an object, not")
+            for stated in ([], 7, "json_object")
+        ),
         (
             {"item_set": "ragged", "min_tokens": 2},
             "min_new_tokens=2 forbids the shortest item of the item set 'ragged'",

@@ -10,7 +10,7 @@ from typing import Any
 import lost_words
 import pytest
 from server_tests import *  # noqa: F403 - its tests, with the server of this module
-from server_tests import COLOURS, SCHEMA, Dialect, complete, flags_with_a_uri, item_of, lives
+from server_tests import COLOURS, SCHEMA, Dialect, check_refused, complete, flags_with_a_uri, item_of, lives
 from servers import start_expecting_failure
 
 import itemset

@@ -54,7 +54,7 @@ async def stream_one_response(
                 if fault := count_answer(reference, expected, state.output_ids, told, stopped=stopped):
                     logger.error("Request %s: %s", obj.rid, fault)
                 info.update(told)
-            if others and "text" in part:
+            if expected is not None and others and "text" in part:
                 shown = _shown(expected, state, self.tokenizer, finish or {})
                 part["text"] = shown[sent:]
                 sent = len(shown) if obj.stream and self.incremental_streaming_output else 0

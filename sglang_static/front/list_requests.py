@@ -193,10 +193,7 @@ async def _in_one_request(
 async def _ask(
     generate: Generate, lora: str | None, loaded: set[str | None], prompt: list[int], one: Pass
 ) -> dict[str, Any]:
-    """Return what SGLang answers to one pass. loaded: the adapters of that name that passes of the list had so far.
-
-    Raises RefusedError if that has become another adapter.
-    """
+    """Return SGLang's answer to one pass. Raises RefusedError for a second adapter. loaded: the list's so far."""
     asked = GenerateReqInput(
         input_ids=[*prompt, *one.tokens],
         sampling_params={"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True},

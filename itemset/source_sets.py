@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
-from urllib.parse import parse_qs
+from urllib.parse import parse_qs, urlencode
 
 import pyarrow as pa
 import pyarrow.parquet as pa_parquet
@@ -167,7 +167,8 @@ def _built(name: str, path: str, words: dict[str, list[str]], tokenizer: Callabl
             say(f"item set {name!r}: no column has the keys, row numbers are the keys ({name}={path}?key=COLUMN)")
         others = [other for other in names if other and not any(other in values for values in chosen.values())]
         if others and "attribute" not in words:
-            say(f"columns that requests filter by: {name}={path}?attribute={others[0]} (it has {', '.join(others)})")
+            more = urlencode({**words, "attribute": others[0]}, doseq=True)
+            say(f"columns that requests filter by: {name}={path}?{more} (it has {', '.join(others)})")
         start = time.monotonic()
         args = parse(["build", path, *given, "-o", str(index)])
         args.tokenizer = tokenizer()

@@ -44,7 +44,7 @@ LONGEST = (
     "test_vllm_features.py", "test_update.py", "test_loops.py", "test_sglang_speculation.py",
     "test_sglang_wide_lists.py", "test_sglang_live.py", "test_sglang_server.py", "test_sglang_weights.py",
     "test_sglang_engine.py", "test_sglang_draft_models.py", "test_sglang_inside.py", "test_sglang_ranks.py",
-    "test_sglang_compat.py", "test_sglang_device.py",
+    "test_sglang_compat.py", "test_sglang_device.py", "test_sglang_adapters.py",
 )  # fmt: skip
 """Modules that begin first, so that neither of two workers has a long one left when the other has none. While the first
 one compiles with Numba what almost all modules run, those after it do without."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from functools import partial
 from pathlib import Path
 
@@ -180,6 +181,15 @@ def test_what_was_taken_is_said(folder, opened, capsys):
     assert "such as 'Ball' of " in said
     opened(f"{folder}/films.csv?key=")
     assert "no column has the keys, row numbers are the keys" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", ["column=Name", "column=Name&key=SKU", "column=Name&key=", "delimiter=%3B"])
+def test_the_way_to_an_attribute_keeps_what_was_given(given, folder, opened, capsys):
+    (folder / "shop.csv").write_text("SKU;Name;Price\n1;Kite;3\n2;Ball;4\n")
+    opened(f"{folder}/shop.csv?{given}")
+    (way,) = re.findall(r"filter by: films=(\S+) \(it has", capsys.readouterr().err)
+    assert way.startswith(f"{folder}/shop.csv?{given}&attribute=")
+    assert len(opened(way).attribute_schema) == 1
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import lost_words
 import pytest
 from server_tests import *  # noqa: F403 - its tests, with the server of this module
-from server_tests import COLOURS, SCHEMA, Dialect, complete, flags_with_a_uri, item_of, lives
+from server_tests import COLOURS, SCHEMA, Dialect, check_refused, complete, flags_with_a_uri, item_of, lives
 from servers import start_expecting_failure
 
 import itemset
@@ -149,7 +149,11 @@ def test_a_set_is_read_in_the_servers_own_field_for_extras(server):
 def test_batches_and_responses_name_their_items_key(server, named_sets):
     ragged, messages = itemset.load(named_sets["ragged"].path), [{"role": "user", "content": "p"}]
     batch = {"model": "tiny", "messages": [messages, messages], "item_set": "ragged", "return_token_ids": True}
-    choices = server.post("/v1/chat/completions/batch", batch)[1]["choices"]
+    for streamed in (True, 1, "yes"):
+        check_refused(
+            server, "/v1/chat/completions/batch", batch | {"stream": streamed}, "has no streams: leave stream out"
+        )
+    choices = server.post("/v1/chat/completions/batch", batch | {"stream": False})[1]["choices"]
     assert [choice["item"]["key"] for choice in choices] == list(ragged.lookup([item_of(choice) for choice in choices]))
     body = {"model": "tiny", "input": "p", "structured_outputs": {"choice": COLOURS}}
     streamed = server.events("/v1/responses", {**body, "stream": True})[-1]["response"]

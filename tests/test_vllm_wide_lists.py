@@ -16,6 +16,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from adapters import make_adapter
 from engines import force_asynchronous_scheduling, take_triton_attention
 from ranking import oracle_of
 from safetensors.torch import load_file, save_file
@@ -374,19 +375,7 @@ def entries(llm: Any) -> tuple[list[int], int, list[int]]:
 @pytest.fixture(scope="module")
 def adapted(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> tuple[str, Path]:
     """A LoRA adapter of the tiny model, of random weights, and the model with these weights in it."""
-    adapter, merged = tmp_path_factory.mktemp("adapter"), tmp_path_factory.mktemp("merged") / "model"
-    shutil.copytree(tiny_model, merged)
-    weights, random, model = {}, torch.Generator().manual_seed(5), load_file(merged / "model.safetensors")
-    for layer in range(2):
-        for name, columns in (("q_proj", 128), ("v_proj", 64)):
-            key = f"model.layers.{layer}.self_attn.{name}"
-            down, up = (torch.randn(shape, generator=random) / 8 for shape in ((8, 128), (columns, 8)))
-            weights |= {f"base_model.model.{key}.{x}.weight": w for x, w in (("lora_A", down), ("lora_B", up))}
-            model[f"{key}.weight"] += up @ down
-    save_file(weights, adapter / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "bias": "none"}
-    (adapter / "adapter_config.json").write_text(json.dumps(config))
-    save_file(model, merged / "model.safetensors", metadata={"format": "pt"})
+    adapter, merged = make_adapter(tiny_model, tmp_path_factory.mktemp("adapted"), seed=5)
     return str(adapter), merged
 
 

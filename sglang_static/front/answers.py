@@ -10,8 +10,9 @@ from contextlib import aclosing
 from typing import Any
 
 from itemset.serving.front import http_bodies
-from itemset.serving.front.answer_fields import FIELDS, Logs
+from itemset.serving.front.answer_fields import FIELDS, Expected, Logs
 from itemset.serving.front.request import THOUGHT, Thought
+from itemset.text import decode
 from sglang_static.compat import hook
 
 logger = logging.getLogger(__name__)
@@ -28,7 +29,8 @@ async def stream_one_response(
 ) -> AsyncGenerator[Any, None]:
     """Which item a finished answer is: every output passes here, and its state has all of its tokens. After a thought
     comes its list."""
-    expected = getattr(obj, EXPECTED, None)
+    expected, sent = getattr(obj, EXPECTED, None), 0
+    others = isinstance(expected, Expected) and (expected.content or obj.sampling_params.get("ignore_eos"))
     async with aclosing(original()) as parts:
         async for part in parts:
             info, finish = part["meta_info"], part["meta_info"].get("finish_reason")
@@ -47,7 +49,25 @@ async def stream_one_response(
                 if fault := count_answer(expected, state.output_ids, told, stopped=stopped):
                     logger.error("Request %s: %s", obj.rid, fault)
                 info.update(told)
+            if expected is not None and others and "text" in part:
+                shown = _shown(expected, state, self.tokenizer, finish or {})
+                part["text"] = shown[sent:]
+                sent = len(shown) if obj.stream and self.incremental_streaming_output else 0
             yield part
+
+
+def _shown(expected: Expected, state: Any, tokenizer: Any, finish: Any) -> str:
+    """Return an answer's text so far, its item decoded without what stands before it and the stop tokens after it."""
+    thought, of_item = expected.parts(state.output_ids)
+    if not of_item:
+        return str(state.get_text())
+    text = "".join(decode(list(tokens), tokenizer) for tokens in (thought, of_item) if tokens)
+    if not finish:
+        return text.rstrip("\ufffd")  # of a character whose last bytes are still to come
+    if not isinstance(stop := finish.get("matched"), str):
+        return text
+    before, found, _ = text.partition(stop)
+    return before + found if state.obj.sampling_params.get("no_stop_trim") else before
 
 
 def _taken_logs(info: dict[str, Any], state: Any) -> Logs:

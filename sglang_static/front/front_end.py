@@ -13,7 +13,7 @@ from sglang.srt.constrained.json_schema_validation import validate_xgrammar_json
 from itemset.embedded.holes import Vocabulary
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import ModelLimits, StaticConfig, Words
-from itemset.serving.constraint import JSON
+from itemset.serving.constraint import JSON, Constraint
 from itemset.serving.front.front_end import FrontEndBase, ListJob
 from itemset.serving.front.http_bodies import body, while_connected
 from itemset.serving.front.list_runner import Lists, OneRequest
@@ -158,7 +158,7 @@ class FrontEnd(FrontEndBase):
         params.custom_params = {**(params.custom_params or {}), WIRE: carried.json()}
         content = compat.content_after_reasoning(self._tokenizer, request)
         body().begin(thinks=content is not None)
-        if not params.ignore_eos:
+        if not (params.ignore_eos and isinstance(asked.made, Constraint)):
             params.skip_special_tokens = params.spaces_between_special_tokens = False  # an item shows its own
         setattr(request, answers.EXPECTED, self.expected(asked, frozenset(stops | self._all_ends), content))
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
+from itemset.errors import shown
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.front import http_bodies, lost_fields, request_fields
 from itemset.serving.front.lost_fields import constraints_of, disguised, refuse_loose_tools
@@ -64,6 +65,8 @@ class ItemSetFields(http_bodies.BodyMiddleware):
         if path not in SERVED:
             return
         stated = given.get("response_format")
+        if ours and not isinstance(stated, dict | None):  # SGLang would answer 500
+            raise request_fields.wrong_type(f"response_format must be an object, not {shown(stated)}")
         if isinstance(stated, dict) and stated.get("type") == "structural_tag":
             given["response_format"] = disguised(stated)
         if ours:

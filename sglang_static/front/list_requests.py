@@ -96,7 +96,7 @@ async def _one(
     if request.stream or request.return_logprob:
         what = "a ranked list has" if isinstance(asked.several, ListOptions) else "draws have"
         raise RefusedError("beam search", f"{what} no stream and no logprobs of single tokens: leave them out")
-    end, ask = tokenizer.eos_token_id, partial(_ask, generate, lora, prompt)
+    end, ask = tokenizer.eos_token_id, partial(_ask, generate, lora, set(), prompt)
     begin = partial(front_end.list_job, asked, lora, prompt_tokens=len(prompt))
     begun = asked.ended.jobs if asked.ended is not None else []
     job = begun.pop() if begun else await asyncio.to_thread(begin)  # the set's tokens may have to be looked through
@@ -190,7 +190,10 @@ async def _in_one_request(
     return ListResult(races, bool(proven), passes, rounds), texts, info
 
 
-async def _ask(generate: Generate, lora: str | None, prompt: list[int], one: Pass) -> dict[str, Any]:
+async def _ask(
+    generate: Generate, lora: str | None, loaded: set[str | None], prompt: list[int], one: Pass
+) -> dict[str, Any]:
+    """Return SGLang's answer to one pass. Raises RefusedError for a second adapter. loaded: the list's so far."""
     asked = GenerateReqInput(
         input_ids=[*prompt, *one.tokens],
         sampling_params={"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True},
@@ -204,6 +207,9 @@ async def _ask(generate: Generate, lora: str | None, prompt: list[int], one: Pas
     with no_body():
         async for part in generate(obj=asked, request=None):
             output = part
+    loaded.add(asked.lora_id)
+    if len(loaded) > 1:
+        raise RefusedError("beam search", f"the adapter {lora!r} was loaded anew while this list was made: ask again")
     return _unless_aborted(output)
 
 

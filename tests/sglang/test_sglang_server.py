@@ -10,6 +10,7 @@ from typing import Any
 
 import lost_words
 import pytest
+import real_tokenizers
 import zstandard
 from request_fields import BAD_SELECTIONS
 from server_tests import *  # noqa: F403 - its tests, with the server of this module
@@ -24,8 +25,11 @@ from server_tests import (
     flags_with_a_uri,
     item_of,
     lives,
+    text_of,
 )
 from sglang_servers import start_expecting_failure
+from tokenizers import AddedToken
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import itemset
 
@@ -167,6 +171,10 @@ def test_a_compressed_body_loses_nothing(server, named_sets):
         ({"structured_outputs": {"regex": "[0-9]"}}, "of structured_outputs SGLang knows choice alone: send item_set"),
         ({"item_set": "ragged", "beam_width": 5}, "beam_width belongs into the sampling_params of /generate"),
         ({"custom_params": {"item_set_wire": "AAAA"}}, "item_set_wire is not for requests"),
+        *(
+            ({"item_set": "one", "response_format": stated}, "response_format must be an object, not")
+            for stated in ([], 7, "json_object")
+        ),
         (
             {"item_set": "ragged", "min_tokens": 2},
             "min_new_tokens=2 forbids the shortest item of the item set 'ragged'",
@@ -320,3 +328,40 @@ def test_an_item_is_the_content_with_a_reasoning_parser(servers, tiny_model, par
                 text = choice["text"] if "text" in choice else choice["message"]["content"]
                 assert texts[choice["item"]["key"]] == text, (path, body)
                 assert "text" in choice or not choice["message"].get("reasoning_content")
+
+
+@pytest.fixture(scope="module")
+def word_marks(tmp_path_factory):
+    """A model with SentencePiece's kind of tokenizer, which marks the beginnings of words, and the end of its thoughts.
+
+    Its `<sep>` is a special token.
+    """
+    folder = tmp_path_factory.mktemp("word-marks")
+    tokenizer = real_tokenizers.tokenizer("llama")
+    tokenizer.add_tokens([AddedToken(name, normalized=False) for name in ("<think>", "</think>")])
+    tokenizer.add_tokens([AddedToken("<sep>", special=True, normalized=False)])
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(folder)
+    small = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=32_064, bos_token_id=1, eos_token_id=2, max_position_embeddings=512, **small)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder, tokenizer.convert_tokens_to_ids("</think>")
+
+
+@pytest.mark.parametrize("flags", [(), ("--incremental-streaming-output",)], ids=["whole", "deltas"])
+def test_an_item_has_its_text_after_a_thought_and_before_further_ends(servers, word_marks, flags):
+    model, mark = word_marks
+    server = servers(model, arguments=("--grammar-backend", "static", *flags), reasoning_parser="qwen3")
+    thinks = {"messages": MESSAGES, "logit_bias": {str(mark): 100}}  # one token of thought at most
+    ignores: dict[str, Any] = {"ignore_eos": True}
+    for text in ("Alien", "é千", "<sep><sep>", "👩‍👧 x"):
+        for path, words in (("chat/", thinks), ("chat/", thinks | ignores), ("", {"prompt": "p"} | ignores)):
+            path, body = f"/v1/{path}completions", {"model": "tiny", "max_tokens": 24, "choice": [text], **words}
+            answer = server.post(path, body)[1]["choices"][0]
+            assert (text_of(answer), answer["item"]) == (text, {"key": 0})
+            streamed = [event["choices"][0] for event in server.events(path, body | {"stream": True})]
+            assert "".join(map(text_of, streamed)) == text
+    for stop, shown in ((" t", "one"), ("two", "one ")):
+        words = {"model": "tiny", "max_tokens": 24, "choice": ["one two three"], "stop": stop, **thinks}
+        answer = server.post("/v1/chat/completions", words)[1]["choices"][0]
+        assert (text_of(answer), answer["item"]) == (shown, None)

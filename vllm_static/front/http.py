@@ -91,6 +91,8 @@ def judge_request(request: Any) -> None:
     body.each = _declared(request, "n") or 1
     if body.path.endswith(_RENDER):  # its answer is the parameters, which meet no other hook
         with_item_set(request.to_sampling_params(1, {}))
+    if body.judged is not None and (request.model_extra or {}).get("stream"):  # which would cut its items' texts
+        raise request_fields.wrong_type(f"{body.path} has no streams: leave stream out", "stream")
     if body.judged is None or k is None:
         return
     if elsewhere:

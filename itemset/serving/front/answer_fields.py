@@ -56,6 +56,15 @@ class Expected:
             item["set_weight"] = weight if math.isfinite(weight) else None
         return {"item": item}
 
+    def parts(self, tokens: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+        """Return the tokens of an output's reasoning, and those of its item, without the stop tokens after it."""
+        content = tokens if self.content is None else self.content(tokens)
+        end = len(tokens)
+        begin = end - len(content)
+        while end > begin and tokens[end - 1] in self.stop_tokens:
+            end -= 1
+        return tokens[:begin], tokens[begin:end]
+
     def begun(self, tokens: Sequence[int]) -> bool:
         """Return whether the answer's item has begun: before it there may be reasoning."""
         return self.content is None or len(self.content(tokens)) > 0
@@ -64,16 +73,13 @@ class Expected:
         """Return what an answer says of its item, {"key": ...} and more; None if it did not end at an item's end: where
         a stop token follows, or nothing else could. tokens: the whole output, with `ignore_eos` with many stop
         tokens."""
-        tokens = tokens if self.content is None else self.content(tokens)
-        end = len(tokens)
-        while end and tokens[end - 1] in self.stop_tokens:
-            end -= 1
-        if not end or (item := self.item_set.find(tokens[:end])) is None:
+        of_item = self.parts(tokens)[1]
+        if not of_item or (item := self.item_set.find(of_item)) is None:
             return None
         key, is_prefix = item
-        if is_prefix and end == len(tokens):
+        if is_prefix and tokens[-1] not in self.stop_tokens:
             return None
-        told = of_items(self.item_set, [tokens[:end]], self.names)[0] if self.names else {"key": key}
+        told = of_items(self.item_set, [of_item], self.names)[0] if self.names else {"key": key}
         return {name: value for name, value in told.items() if name != "keys"} | {**self.of_set}
 
 

@@ -116,6 +116,22 @@ def patch_eagle_utils(module: ModuleType) -> None:
     module._verify_uses_greedy = lambda *, is_all_greedy, **_: is_all_greedy
 
 
+def pin_nothing(module: ModuleType) -> None:
+    """What SGLang's LoRA adapters pin stays as it is: without an accelerator PyTorch refuses to pin."""
+    import torch
+
+    torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign]
+    for name in ("empty", "tensor", "zeros"):
+        make = getattr(torch, name)
+        if not hasattr(make, "pinned"):
+
+            def unpinned(*args: Any, make: Any = make, pin_memory: bool = False, **kwargs: Any) -> Any:
+                return make(*args, **kwargs)
+
+            unpinned.pinned = False  # type: ignore[attr-defined]
+            setattr(torch, name, unpinned)
+
+
 def keep_overlap(module: ModuleType) -> None:
     """Leave the overlap scheduler on where SGLang would turn it off because it speculates on a CPU."""
     disable = module._disable_overlap_schedule_for_cpu
@@ -333,6 +349,7 @@ AFTER: dict[str, Callable[[ModuleType], None]] = {
     "sglang.srt.arg_groups.speculative_hook": keep_overlap,
     "sglang.srt.batch_invariant_ops.batch_invariant_ops": patch_batch_invariant_ops,
     "sglang.srt.layers.attention.torch_native_backend": patch_torch_native_backend,
+    "sglang.srt.lora.lora_manager": pin_nothing,
     "sglang.srt.parser.reasoning_parser": add_reasoning_parser,
     "sglang.srt.plugins.hook_registry": look_where_names_can_be,
     "sglang.srt.speculative.draft_utils": patch_draft_utils,

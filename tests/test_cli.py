@@ -337,6 +337,24 @@ def test_closed_pipe(tmp_path):
     process.stderr.close()
 
 
+@pytest.mark.parametrize(
+    ("flags", "emulated"),
+    [("flags : fma avx2", True), ("flags : avx512f avx512_bf16", False), ("flags : amx_bf16 amx_tile", False),
+     ("Features : fp asimd", True), ("Features : asimd bf16 i8mm", False), (None, False)],
+)  # fmt: skip
+def test_serve_takes_float32_where_bfloat16_is_emulated(flags, emulated, monkeypatch, tmp_path):
+    from itemset.cli import serve
+
+    if flags is not None:
+        (tmp_path / "cpuinfo").write_text(flags)
+    monkeypatch.setattr(serve, "_CPU", tmp_path / "cpuinfo")
+    monkeypatch.setattr(serve, "find_spec", lambda name: name == "vllm" or None)
+    monkeypatch.setattr(Path, "glob", lambda *_: iter(()))  # no GPU
+    command, *_ = serve.command_of(cli.parse(["serve", "a.csv", "--model", "m"]), ["--dtype", "half"])
+    assert (["--dtype", "float32"] == command[-4:-2]) is emulated
+    assert command[-2:] == ["--dtype", "half"]  # the user's stands last, and holds
+
+
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_serve_composes_the_engines_command(engine, monkeypatch):
     from itemset.cli import serve

@@ -164,7 +164,8 @@ class FrontEnd(FrontEndBase):
     def lists(self, client: Any) -> Lists:
         """Return what runs the ranked lists of the server whose engine `client` talks to."""
         if self._lists is None:
-            self._lists = Lists(self._seats, lambda: compat.unfinished(client))
+            shorter = compat.shorter_passes(self.vllm_config)
+            self._lists = Lists(self._seats, lambda: compat.unfinished(client), logger.warning, shorter=shorter)
         return self._lists
 
 

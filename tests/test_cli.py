@@ -351,7 +351,7 @@ def test_serve_takes_float32_where_bfloat16_is_emulated(flags, emulated, monkeyp
     monkeypatch.setattr(serve, "find_spec", lambda name: name == "vllm" or None)
     monkeypatch.setattr(Path, "glob", lambda *_: iter(()))  # no GPU
     command, *_ = serve.command_of(cli.parse(["serve", "a.csv", "--model", "m"]), ["--dtype", "half"])
-    assert (["--dtype", "float32"] == command[-4:-2]) is emulated
+    assert (command[-4:-2] == ["--dtype", "float32"]) is emulated
     assert command[-2:] == ["--dtype", "half"]  # the user's stands last, and holds
 
 
@@ -381,3 +381,22 @@ def test_bench_says_what_is_wrong(sids, tokenizers, tmp_path, capsys):
     with pytest.raises(SystemExit):
         cli.main([*words, "--body", "open"])
     assert "is not LABEL=JSON" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "absent"),
+    [(["--help"], "numpy numba pyarrow"), (["-h"], "numpy numba pyarrow"), ([], "numpy numba pyarrow"),
+     (["nothing"], "numpy numba pyarrow"), (["info", "FILE"], "pandas duckdb transformers torch"),
+     (["verify", "FILE"], "pandas duckdb transformers torch"), (["info", "-h"], "pandas duckdb transformers torch")],
+)  # fmt: skip
+def test_commands_import_what_they_need(words, absent, tmp_path):
+    file = tmp_path / "a.itemset"
+    itemset.build([[1, 2], [1, 3], [4]], keys=[7, 8, 9]).save(file)
+    code = (
+        "import sys, contextlib\nfrom itemset.cli import main\n"
+        "with contextlib.suppress(SystemExit):\n    main(sys.argv[2:])\n"
+        "print(set(sys.argv[1].split()) & sys.modules.keys())"
+    )
+    given = [str(file) if word == "FILE" else word for word in words]
+    done = subprocess.run([sys.executable, "-c", code, absent, *given], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "set()", done.stderr

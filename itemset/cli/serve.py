@@ -54,7 +54,6 @@ def add_to(command: Command) -> None:
     sub = command(
         "serve",
         serve,
-        "start vLLM or SGLang with a file of items, and show what to ask it",
         "itemset serve films.csv --model DIR --max-model-len 4096\n"
         "  itemset serve 'films=films.csv?column=title&key=movie_id' --model DIR --engine sglang\n"
         "  itemset serve sets/films --model DIR --item-set toys=toys.csv",

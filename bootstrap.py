@@ -156,6 +156,11 @@ class Environment:
             line = shlex.join(str(word) for word in command)
             raise BootstrapError(f"pip ended with code {code}.\n  command: {line[:400]}\n{PIP_ADVICE}")
 
+    def compile_loops(self) -> None:
+        """Begin to fill Numba's cache, for half a minute: a server waits for what is left of it."""
+        command, none = [str(self.python), "-m", "itemset.serving.warm_up"], subprocess.DEVNULL
+        subprocess.Popen(command, cwd=ROOT, stdin=none, stdout=none, stderr=none, start_new_session=True)
+
     def write_lock(self, lock: Path, *where: str | Path) -> None:
         """Name every package here by its version, without what belongs to this machine: paths, and builds of torch.
 
@@ -268,6 +273,7 @@ def steps_of(environment: Environment, engine: str, build: str, command: str) ->
         arguments = ["--no-deps", "--upgrade", "--target", str(folder), TRITON]
         steps.append(pip_step("Triton's interpreter", *arguments))
     steps.append(pip_step("this project", "-e", ".[text]", inputs=(ROOT / "pyproject.toml").read_text()))
+    steps.append(Step("loops, compiled beside what follows", "", environment.compile_loops))
     if command != "setup":
         steps.append(pip_step("packages of the example", *EXAMPLE_PACKAGES))
     if command == "playground":

@@ -10,6 +10,7 @@ this runs in; --parts leaves steps out.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -20,6 +21,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 from runner import Report, Row, make_names, parser
@@ -54,12 +56,25 @@ def run(*command: str | Path, cache: Path, processes: int = 1) -> Row:
     return measured(work)
 
 
+def spent_by(server: int) -> float:
+    """Processor seconds of a process and of all that it has started."""
+    fields = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            fields[int(stat.parent.name)] = stat.read_text().rpartition(")")[2].split()
+    family, last = {server}, 0
+    while len(family) > last:
+        last = len(family)
+        family |= {pid for pid, of in fields.items() if int(of[1]) in family}
+    return sum(int(time) for pid in family for time in fields[pid][11:15]) / os.sysconf("SC_CLK_TCK")
+
+
 def start(model: Path, texts: Path, cache: Path) -> Iterator[Row]:
     """Of a server: until it is ready, then of its first and second list."""
     flags = ["--model", str(model), "--port", str(PORT), "--dtype", "float32"]
     command = [sys.executable, "-m", "itemset", "serve", f"films={texts}", *flags]
     environment = os.environ | {"NUMBA_CACHE_DIR": str(cache)}
-    began = time.monotonic()
+    before, began = 0.0, time.monotonic()
     with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, start_new_session=True) as server:
         try:
             while True:
@@ -70,14 +85,17 @@ def start(model: Path, texts: Path, cache: Path) -> Iterator[Row]:
                     if server.poll() is not None:
                         raise RuntimeError("the server has ended") from None
                     time.sleep(0.1)
-            yield {"step": "until it is ready", "seconds": time.monotonic() - began}
+            seconds, before = time.monotonic() - began, spent_by(server.pid)
+            yield {"step": "until it is ready", "seconds": seconds, "processor seconds": before}
             for step in ("first list", "second list"):
                 began, body = time.monotonic(), json.dumps(LIST | {"model": str(model)}).encode()
                 request = urllib.request.Request(f"http://127.0.0.1:{PORT}/v1/completions", body)
                 request.add_header("Content-Type", "application/json")
                 with urllib.request.urlopen(request, timeout=300) as answer:
                     assert len(json.load(answer)["choices"]) == LIST["n"]
-                yield {"step": step, "seconds": time.monotonic() - began}
+                seconds, spent = time.monotonic() - began, spent_by(server.pid)
+                yield {"step": step, "seconds": seconds, "processor seconds": spent - before}
+                before = spent
         finally:
             os.killpg(server.pid, signal.SIGINT)
             server.wait(60)
@@ -110,6 +128,9 @@ if __name__ == "__main__":
     arguments.add_argument("--model", type=Path, required=True)
     arguments.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     given = arguments.parse_args()
-    report = Report(given)
+    report, name = Report(given), "waits" if find_spec("vllm") else "sglang"
     with tempfile.TemporaryDirectory() as folder:
-        report.add("waits", list(steps(given.model.resolve(), list(given.parts), Path(folder))))
+        report.add(
+            "waits" if find_spec("vllm") else "sglang",
+            list(steps(given.model.resolve(), list(given.parts), Path(folder))),
+        )

@@ -28,6 +28,7 @@ SERVER_LOG = CACHE / "server.log"
 SERVER_PATIENCE = 600  # seconds
 ANSWER_PATIENCE = 1_200  # a list takes minutes where other programs have the cores
 FORCED_DRAFTS = '{"method": "ngram_gpu", "num_speculative_tokens": 7, "prompt_lookup_max": 4}'
+WAITS = ("Compiling loops for this machine", "building an index of")  # in the log: what only a first start waits for
 INTERPRETER = Path(__file__).resolve().parent.parent / "tests" / "interpreter"  # lets V2 run without a GPU
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -179,7 +180,14 @@ def running_server(launch: Launch) -> Iterator[str]:
 def wait_until_healthy(server: subprocess.Popen[bytes], url: str) -> None:
     period, end = (1, "\r") if sys.stdout.isatty() else (5, "\n")
     started = shown = time.monotonic()
-    while not answers(url):
+    told = set[str]()
+    while True:
+        for line in SERVER_LOG.read_text(errors="replace").splitlines():
+            if line not in told and any(mark in line for mark in WAITS):
+                told.add(line)
+                print(line, flush=True)
+        if answers(url):
+            break
         seconds = time.monotonic() - started
         if server.poll() is not None or seconds > SERVER_PATIENCE:
             last_lines = "\n".join(SERVER_LOG.read_text(errors="replace").splitlines()[-20:])

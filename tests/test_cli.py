@@ -337,6 +337,27 @@ def test_closed_pipe(tmp_path):
     process.stderr.close()
 
 
+@pytest.mark.parametrize(
+    ("flags", "emulated"),
+    [("flags : fma avx2", True), ("flags : avx512f avx512_bf16", False), ("flags : amx_bf16 amx_tile", False),
+     ("Features : fp asimd", True), ("Features : asimd bf16 i8mm", False), (None, False)],
+)  # fmt: skip
+def test_serve_takes_float32_where_bfloat16_is_emulated(flags, emulated, monkeypatch, tmp_path):
+    from itemset.cli import serve
+
+    if flags is not None:
+        (tmp_path / "cpuinfo").write_text(flags)
+    monkeypatch.setattr(serve, "_CPU", tmp_path / "cpuinfo")
+    monkeypatch.setattr(serve, "find_spec", lambda name: name == "vllm" or None)
+    monkeypatch.setattr(Path, "glob", lambda *_: iter(()))  # no GPU
+    args = cli.parse(["serve", "a.csv", "--model", "m"])
+    command, *_ = serve.command_of(args, ["--seed", "3"])
+    assert (command[-4:-2] == ["--dtype", "float32"]) is emulated
+    command, *_ = serve.command_of(args, ["--dtype", "half"])
+    assert command[-2:] == ["--dtype", "half"]
+    assert command.count("--dtype") == 1
+
+
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_serve_composes_the_engines_command(engine, monkeypatch):
     from itemset.cli import serve
@@ -363,3 +384,22 @@ def test_bench_says_what_is_wrong(sids, tokenizers, tmp_path, capsys):
     with pytest.raises(SystemExit):
         cli.main([*words, "--body", "open"])
     assert "is not LABEL=JSON" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "absent"),
+    [(["--help"], "numpy numba pyarrow"), (["-h"], "numpy numba pyarrow"), ([], "numpy numba pyarrow"),
+     (["nothing"], "numpy numba pyarrow"), (["info", "FILE"], "pandas duckdb transformers torch"),
+     (["verify", "FILE"], "pandas duckdb transformers torch"), (["info", "-h"], "pandas duckdb transformers torch")],
+)  # fmt: skip
+def test_commands_import_what_they_need(words, absent, tmp_path):
+    file = tmp_path / "a.itemset"
+    itemset.build([[1, 2], [1, 3], [4]], keys=[7, 8, 9]).save(file)
+    code = (
+        "import sys, contextlib\nfrom itemset.cli import main\n"
+        "with contextlib.suppress(SystemExit):\n    main(sys.argv[2:])\n"
+        "print(set(sys.argv[1].split()) & sys.modules.keys())"
+    )
+    given = [str(file) if word == "FILE" else word for word in words]
+    done = subprocess.run([sys.executable, "-c", code, absent, *given], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "set()", done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import cold_start
 import nezha_model
 import retrieval_data
 import retrieval_model
+import serving
 
 EXAMPLES = Path(cold_start.__file__).parent
 
@@ -25,6 +27,29 @@ def test_examples_take_what_bootstrap_gives_them(monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES.parent)
     for script in importlib.import_module("bootstrap").EXAMPLES.values():
         assert 'parser.add_argument("--engine", choices=["vllm", "sglang"]' in (EXAMPLES / script).read_text()
+
+
+@pytest.mark.parametrize(
+    ("log", "told"),
+    [("INFO ready\nCompiling loops for this machine, once: about half a minute\nmore\n", 1),
+     ("static-backend: item set 'a': building an index of a.csv (its items)\n", 1),
+     ("building an index of b.txt\nCompiling loops for this machine, once: 20 s\nbuilding an index of b.txt\n", 2),
+     ("static-backend: item set 'a': a.csv, as it was built before\n", 0)],
+)  # fmt: skip
+def test_a_demo_says_what_a_first_start_waits_for(log, told, tmp_path, monkeypatch, capsys):
+    (tmp_path / "health").touch()
+    (tmp_path / "server.log").write_text(log)
+    monkeypatch.setattr(serving, "SERVER_LOG", tmp_path / "server.log")
+    port = serving.free_port()
+    command = [sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1", "--directory", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+        try:
+            serving.wait_until_healthy(server, f"http://127.0.0.1:{port}/health")
+        finally:
+            server.terminate()
+    lines = capsys.readouterr().out.splitlines()
+    assert len([line for line in lines if not line.startswith("server ")]) == told
+    assert len(set(log.splitlines()) & set(lines)) == told
 
 
 @pytest.fixture(scope="module")

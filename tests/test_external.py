@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerFast
 
 import itemset
 from itemset import ItemSetError, build_external, cli, published
-from itemset.building import external, readers, scratch, sources
+from itemset.building import external, progress, readers, scratch, sources
 from itemset.building.external import available_memory
 from itemset.building.progress import build_bar
 from itemset.building.scratch import Zeros, scratch_folder
@@ -340,6 +340,28 @@ def test_the_bar_tells_stage_share_and_time_left(monkeypatch: pytest.MonkeyPatch
     shown = re.findall(r"(\w+) +(\d+)%\|[^|]*\| \d\d:\d\d, about [\d:?]+ left", terminal.getvalue())
     assert list(dict(shown)) == ["encoding", "sorting", "merging", "building", "writing"]
     assert shown[-1] == ("writing", "100")
+
+
+@pytest.mark.parametrize(
+    ("stages", "shares", "said"),
+    [(["encoding"], [0.0, 0.25, 1.0], ["encoding 25%", "encoding 100%"]), (["sorting", "writing"], [1.0], 2 * ["100%"]),
+     (["merging"], [0.0], []), ([], [0.5], [])],
+)  # fmt: skip
+def test_a_build_without_a_terminal_says_lines(
+    stages: list[str], shares: list[float], said: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(progress, "EVERY", 0.0)
+    with build_bar() as show:
+        for stage in stages:
+            for share in shares:
+                show(stage, share)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == len(said)
+    assert all(f"{what}, about " in line and line.endswith(" s left") for what, line in zip(said, lines, strict=True))
+    monkeypatch.setattr(progress, "EVERY", 60.0)
+    with build_bar() as show:
+        show("encoding", 0.5)
+    assert capsys.readouterr().err == ""
 
 
 def test_the_bars_of_other_commands_end_at_their_whole(tmp_path: Path) -> None:

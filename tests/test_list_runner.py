@@ -28,7 +28,9 @@ class Engine:
     """Answers one request in a turn of the loop: how many it has at a time, and whose in which order."""
 
     def __init__(self, seats: int) -> None:
-        self.lists = Lists(seats, lambda: self.unfinished + self.others)
+        self.told: list[str] = []
+        warn = lambda text, *args: self.told.append(text % args)  # noqa: E731
+        self.lists = Lists(seats, lambda: self.unfinished + self.others, warn, shorter="; so does --flag")
         self.unfinished, self.most, self.others = 0, 0, 0
         self.each = 0.0  # seconds that a request takes for each that is there
         self.order: list[str] = []
@@ -124,6 +126,23 @@ def test_a_pace_is_what_the_engine_keeps():
     for _ in range(100):
         pace.took(32, 10.0)
     assert pace.limit == 2
+
+
+@pytest.mark.parametrize(("k", "options"), [(3, {}), (5, {"exact": True}), (20, {"width": 64})])
+def test_long_lists_say_why_once(monkeypatch, k, options):
+    engine = Engine(seats=64)
+
+    async def lists() -> None:
+        await engine.run("short", k, **options)
+        assert engine.told == []
+        monkeypatch.setattr(list_runner, "LONG", 0.0)
+        for _ in range(2):
+            await engine.run("long", k, **options)
+
+    asyncio.run(lists())
+    (line,) = engine.told
+    assert "rounds of requests" in line
+    assert line.endswith("shortens lists; so does --flag")
 
 
 def test_lists_take_turns():

@@ -219,6 +219,17 @@ def why_rounds(vllm_config: Any) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
+def shorter_passes(vllm_config: Any) -> str:
+    """Return what in a CPU's flags would shorten forward passes, as the end of a sentence; empty if nothing would."""
+    if not _platform().is_cpu():
+        return ""
+    flags = {
+        "--dtype float32, if this CPU has no instructions for bfloat16": vllm_config.model_config.dtype.itemsize < 4,
+        "--block-size 32, if prompts are longer than 32 tokens": vllm_config.cache_config.block_size > 32,
+    }
+    return "".join(f"; so does {flag}" for flag, holds in flags.items() if holds)
+
+
 def why_no_weights(vllm_config: Any) -> str | None:
     """Return what keeps this engine from giving the weights of answers; None if nothing does."""
     speculative = vllm_config.speculative_config

@@ -1,29 +1,38 @@
-"""One progress bar for each long command, on a terminal alone: what is done, how fast, and the time left."""
+"""One progress bar for each long command, on a terminal: what is done, how fast, and the time left. A build says so in
+lines elsewhere, for instance in a server's log."""
 
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from tqdm import tqdm
 
+EVERY = 10.0  # seconds between a build's lines
+
 
 @contextmanager
 def build_bar() -> Iterator[Callable[[str, float], None]]:
-    """Show a bar on stderr for each stage, if that is a terminal. Yields what `build_external` takes as `progress`.
+    """Show a bar on stderr for each stage, or lines if it is no terminal. Yields `build_external`'s `progress`.
 
     Call it with "writing", too, while the index file is written.
     """
     layout = "{desc:<9}{percentage:3.0f}%|{bar}| {elapsed}, about {remaining} left"
-    shown = ""
+    shown, began, said = "", 0.0, time.monotonic()
     # disable=None is tqdm's "only on a terminal"; smoothing=0 is "by the mean speed from the start".
     with tqdm(total=1.0, disable=None, smoothing=0, bar_format=layout) as bar:
 
         def show(stage: str, share: float) -> None:
-            nonlocal shown
+            nonlocal shown, began, said
+            now = time.monotonic()
             if stage != shown:
-                shown = stage
+                shown, began = stage, now
                 bar.reset()
                 bar.set_description_str(stage)
             bar.update(max(0.0, min(share, 1.0) - bar.n))
+            if bar.disable and share and now - said >= EVERY:
+                said, left = now, (now - began) * (1 - share) / share
+                print(f"itemset: {stage} {share:.0%}, about {left:.0f} s left", file=sys.stderr, flush=True)
 
         yield show
 

@@ -27,7 +27,6 @@ def add_to(command: Command) -> None:
     sub = command(
         "bench",
         bench,
-        "ask a server for lists: how many of its answers are in the set, how good and how fast they are",
         "itemset bench --url http://localhost:8000/v1 --set films.itemset --tokenizer DIR --users users.jsonl\n"
         """  itemset bench --url URL --set films.itemset --tokenizer DIR --body 'open={"use_beam_search": true}'""",
     )

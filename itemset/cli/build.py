@@ -29,7 +29,6 @@ def add_to(command: Command) -> None:
     sub = command(
         "build",
         build,
-        "build an index file from the items of a file, a folder of files, or a URI",
         "itemset build films.csv --column title --key movie_id --tokenizer DIR -o films.itemset",
     )
     formats = ", ".join(sources.SUFFIXES)
@@ -45,7 +44,6 @@ def add_to(command: Command) -> None:
     sub = command(
         "update",
         update,
-        "write an index with items removed and added, or with those of a whole new file, as a build would give it",
         "itemset update films.itemset --add new.csv --column title --key movie_id --tokenizer DIR --remove gone.txt "
         "-o films2.itemset\n  itemset update films.itemset --from tomorrow.csv --tokenizer DIR -o films2.itemset",
     )

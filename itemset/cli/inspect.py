@@ -13,16 +13,15 @@ from itemset.text import encode
 
 
 def add_to(command: Command) -> None:
-    sub = command("info", _info, "say what an index file holds", "itemset info films.itemset")
+    sub = command("info", _info, "itemset info films.itemset")
     sub.add_argument("file", metavar="FILE")
 
-    sub = command("verify", _verify, "check an index file from end to end", "itemset verify films.itemset")
+    sub = command("verify", _verify, "itemset verify films.itemset")
     sub.add_argument("file", metavar="FILE")
 
     sub = command(
         "lookup",
         _lookup,
-        "print items as lines of key, tokens and (with --tokenizer) text, a line for each key; options may be repeated",
         'itemset lookup films.itemset --key 50 --text "Star Wars (1977)" --tokenizer DIR',
     )
     sub.add_argument("file", metavar="FILE")

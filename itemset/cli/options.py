@@ -12,8 +12,8 @@ from itemset.item_set import ItemSet
 from itemset.text import load_tokenizer
 from itemset.trie.attributes import kind_of
 
-Command = Callable[[str, Callable[[argparse.Namespace], None], str, str], argparse.ArgumentParser]
-"""Adds a subcommand, by its name, function, summary and example. `args.error` of its arguments is for bad usage."""
+Command = Callable[[str, Callable[[argparse.Namespace], None], str], argparse.ArgumentParser]
+"""Adds a subcommand, by its name, function and example. `args.error` of its arguments is for bad usage."""
 
 
 def tokenizer_of(args: argparse.Namespace, item_set: ItemSet | None = None) -> Any:

@@ -31,8 +31,6 @@ def add_to(command: Command) -> None:
     sub = command(
         "publish",
         publish,
-        "make an index file, or a whole file of items, the current version of a published set, a folder that servers "
-        "follow; list its versions, or go back to an earlier one",
         "itemset publish films.itemset sets/films\n  itemset publish films.csv sets/films --tokenizer DIR\n"
         "  itemset publish sets/films --rollback",
     )

@@ -15,7 +15,6 @@ def add_to(command: Command) -> None:
     sub = command(
         "train-head",
         train,
-        "teach a model and a draft head which item follows, so that a list takes one pass of the model",
         "itemset train-head ids.itemset path/to/model taught --histories histories.jsonl",
     )
     sub.add_argument("set", metavar="FILE", help="the index of the set, whose items have as many tokens each")

@@ -137,7 +137,8 @@ class Keys:
         if "keys" in sections:
             if sections["keys"].dtype != np.int64:
                 raise ValueError("its keys are no integers of 64 bits")
-            values = pa.array(sections["keys"])
+            numbers = sections["keys"]  # by `pa.array` or `to_numpy` PyArrow would import pandas
+            values = pa.Array.from_buffers(pa.int64(), len(numbers), [None, pa.py_buffer(numbers)])
         else:
             offsets, text = sections["key_offsets"], sections["key_text"]
             if offsets.dtype != np.int64 or text.dtype != np.uint8 or not len(offsets):
@@ -270,7 +271,7 @@ def _bits(buffer: pa.Buffer, array: pa.Array) -> NDArray[np.bool_]:
 def values_to_sections(keys: pa.Array) -> dict[str, NDArray[Any]]:
     """Return the arrays that hold these keys in a file."""
     if pa.types.is_integer(keys.type):
-        return {"keys": keys.to_numpy(zero_copy_only=False)}
+        return {"keys": np.frombuffer(keys.buffers()[1], np.int64, len(keys), keys.offset * 8)}
     starts, buffer = keys.buffers()[1:]
     offsets = np.frombuffer(starts, np.int64, len(keys) + 1, keys.offset * 8)
     text = np.zeros(0, np.uint8) if buffer is None else np.frombuffer(buffer, np.uint8)

@@ -59,7 +59,7 @@ class FrontEnd(FrontEndBase):
             OneRequest(logger.warning, beams=seats, widest=None, too_many="more draws than the engine has seats for"),
             json_options=compat.json_options(),
         )
-        self.lists = Lists(seats, lambda: compat.unfinished(manager))
+        self.lists = Lists(seats, lambda: compat.unfinished(manager), logger.warning)
         self._speculates = manager.server_args.speculative_algorithm is not None
         self._why_no_weights = compat.why_host_path(manager.server_args)  # they need what the device path does
         reason = "as configured" if config.item_set_path == "host" else self._why_no_weights

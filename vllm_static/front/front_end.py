@@ -159,8 +159,8 @@ class FrontEnd(FrontEndBase):
     def lists(self, client: Any) -> Lists:
         """Return what runs the ranked lists of the server whose engine `client` talks to."""
         if self._lists is None:
-            seats = self.vllm_config.scheduler_config.max_num_seqs
-            self._lists = Lists(seats, lambda: compat.unfinished(client))
+            seats, shorter = self.vllm_config.scheduler_config.max_num_seqs, compat.shorter_passes(self.vllm_config)
+            self._lists = Lists(seats, lambda: compat.unfinished(client), logger.warning, shorter=shorter)
         return self._lists
 
 

@@ -27,6 +27,7 @@ FEW = 32  # of the engine's seats, the part that lists may have whatever the oth
 SLICE = 32  # items of an answer that are written out in one turn of the event loop
 OTHERS_STAY = 1.0  # seconds for which lists make room after they have met other requests
 PATIENCE = 0.1  # seconds that another request waits at most for what lists have in the engine
+LONG = 3.0  # seconds after which a list says in the log why it takes so long
 _KEPT = 256  # refusals that are remembered
 DRAWS_OF = "draws of "  # before a set's name, where its lists may be refused and its draws not, or the other way round
 
@@ -247,10 +248,16 @@ class Lists:
     engine's `Pace` allows. Alone, up to half of what the engine takes, as its `Pace` allows.
     """
 
-    def __init__(self, seats: int, unfinished: Callable[[], int]) -> None:
-        """seats: requests that the engine runs at a time. unfinished: how many it has now, those of lists included."""
+    def __init__(
+        self, seats: int, unfinished: Callable[[], int], warn: Callable[..., None], *, shorter: str = ""
+    ) -> None:
+        """seats: requests that the engine runs at a time. unfinished: how many it has now, those of lists included.
+
+        warn: of a logger, for the first list that takes LONG. shorter: what in the engine's flags would shorten it.
+        """
         self._few = max(1, seats // FEW)
         self._pace = Pace(1, max(1, seats // 2))
+        self._warn, self._shorter, self._told = warn, shorter, False
         self._unfinished = unfinished
         self._under_way, self._others, self._others_at = 0, 0, -OTHERS_STAY
         self._turn, self._freed = asyncio.Lock(), asyncio.Event()
@@ -267,10 +274,22 @@ class Lists:
         def take(outputs: list[Any]) -> None:
             search.take([read(one, output) for one, output in zip(search.passes, outputs, strict=True)])
 
-        await self._on_thread(lambda: search.passes)  # the first round may have to be made
-        while search.passes:
-            await self._on_thread(take, await self._round(search.passes, ask))
-        return await self._on_thread(result_of, search)
+        long = asyncio.get_running_loop().call_later(LONG, self._tell)
+        try:
+            await self._on_thread(lambda: search.passes)  # the first round may have to be made
+            while search.passes:
+                await self._on_thread(take, await self._round(search.passes, ask))
+            return await self._on_thread(result_of, search)
+        finally:
+            long.cancel()
+
+    def _tell(self) -> None:
+        """Log, the first time, why a list takes long and what makes lists shorter."""
+        if not self._told:
+            self._told = True
+            why = "it takes rounds of requests, a forward pass for each beam and round"
+            mend = f"a smaller `width`, or `renormalised`, shortens lists{self._shorter}"
+            self._warn("A ranked list has taken %g s and goes on: %s; %s", LONG, why, mend)
 
     async def entries(
         self, best: Found, item_set: ItemSet, of_set: Mapping[str, Any], names: Sequence[str]

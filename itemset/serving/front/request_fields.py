@@ -160,6 +160,7 @@ _Count = Annotated[int, Meta(ge=1)]
 _Widths = Annotated[tuple[_Count, ...], Meta(min_length=1, max_length=64)]
 _WIDTH = "a number of beams, at least 1, or a list of such numbers: of each level"
 AT_MOST = "at_most"
+_Quotas = Annotated[dict[str, _Count], Meta(min_length=1, max_length=8)]
 _QUOTAS = 'an object of at most 8 attributes and numbers of items, at least 1, such as {"brand": 2}'
 _Seed = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 _fields_of = functools.cache(msgspec.structs.fields)  # which reads annotations, for half a millisecond
@@ -199,7 +200,7 @@ class ListOptions(_Options, frozen=True):
     renormalised: _Flag = False
     max_passes: Annotated[_Count | None, _number("forward passes")] = None
     without_end: _Flag = False
-    at_most: Annotated[dict[str, _Count] | None, Meta(description=_QUOTAS, min_length=1, max_length=8)] = None
+    at_most: Annotated[_Quotas | None, Meta(description=_QUOTAS)] = None
 
     def __post_init__(self) -> None:
         """Raises RefusedError for a value of another type, or a beam too narrow for `n` items."""

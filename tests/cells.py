@@ -202,7 +202,7 @@ CELLS = [
                 ("`max_passes: N`", {"max_passes": 60}, ranked(4)),
                 ("`renormalised: true`", {"renormalised": True}, ranked(4, shares=True)),
                 ("`without_end: true`", {"without_end": True}, ranked(4)),
-                ("`at_most: {\"brand\": 2}`", {"at_most": {"place": 1}}, ranked(4)),
+                ('`at_most: {"brand": 2}`', {"at_most": {"place": 1}}, ranked(4)),
             )
             for words, ways, engines in (
                 (LIST, OPENAI, "vllm sglang"),

@@ -87,12 +87,12 @@ def test_a_list_of_what_a_filter_leaves(engine, oracle):
     [
         ({}, 0),
         ({"item_filter": {"tag": {"$gte": 1}}}, 1),
-        ({"width": 9}, 0),
+        ({"width": 12}, 0),
         ({"exact": True}, 0),
-        ({"exclude_keys": tagged_keys()[::3], "renormalised": False}, 1),
+        ({"exclude_keys": tagged_keys()[::3]}, 1),
     ],
 )
-@pytest.mark.parametrize(("most", "k"), [(1, 5), (2, 5), (4, 12)])
+@pytest.mark.parametrize(("most", "k"), [(1, 5), (4, 12)])
 def test_a_list_of_at_most_so_many_of_one_value(engine, oracle, words, least, most, k):
     """The greedy choice from the ranking of the whole set, in which an item has the tags of all its keys."""
     tags: dict[tuple[int, ...], set[int]] = {}
@@ -105,9 +105,9 @@ def test_a_list_of_at_most_so_many_of_one_value(engine, oracle, words, least, mo
             chosen.append((score, item))
             for tag in tags[item]:
                 counts[tag] += 1
-    (found,) = engine.rank(k, item_set="tagged", at_most={"tag": most}, **words)
-    check(found, chosen)
-    assert found.proven or words == {"width": 9}
+    for found in engine.rank(k, item_set="tagged", at_most={"tag": most}, **words):
+        check(found, chosen)
+        assert found.proven or words == {"width": 12}
 
 
 def test_no_item_that_the_prompt_holds(engine, oracle):
@@ -207,8 +207,14 @@ def choices_of(server: Any, endpoint: str, body: dict[str, Any]) -> list[dict[st
         ({"exact": "yes"}, "exact must be true or false, not 'yes'"),
         ({"exact": True, "max_passes": 1}, "no item was found before the limit: raise max_passes"),
         ({"at_most": {"tag": 2}}, "at_most: there is no attribute 'tag': the set has none"),
-        ({"item_set": "tagged", "at_most": {"tag": 2, "brand": 1}}, "at_most: there is no attribute 'brand': the set has"),
-        ({"item_set": "tagged", "at_most": {"tag": 0}}, "at_most must be an object of at most 8 attributes and numbers"),
+        (
+            {"item_set": "tagged", "at_most": {"tag": 2, "brand": 1}},
+            "at_most: there is no attribute 'brand': the set has",
+        ),
+        (
+            {"item_set": "tagged", "at_most": {"tag": 0}},
+            "at_most must be an object of at most 8 attributes and numbers",
+        ),
         ({"item_set": "tagged", "at_most": {"tag": True}}, "at_most must be an object of at most 8 attributes"),
         ({"item_set": "tagged", "at_most": {}}, "at_most must be an object of at most 8 attributes"),
         ({"item_set": "tagged", "at_most": ["tag"]}, "at_most must be an object of at most 8 attributes"),

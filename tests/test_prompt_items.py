@@ -25,8 +25,9 @@ from itemset.serving.front.request import ItemRequest
 from itemset.text import decoded
 
 TITLES = [
-    *("Alien", "Aliens", "Alien 3", "The Godfather", "The Godfather: Part II", "Up", "Amélie", "千と千尋の神隠し", "M*A*S*H"),
-    *("Schindler's List (1993)", "2001: A Space Odyssey", "Who's Afraid of Virginia Woolf?", "ครูบ้านนอก", "Тихий Дон", "!!!"),
+    *("Alien", "Aliens", "Alien 3", "The Godfather", "The Godfather: Part II", "Up", "Amélie", "M*A*S*H"),
+    *("Schindler's List (1993)", "2001: A Space Odyssey", "Who's Afraid of Virginia Woolf?", "ครูบ้านนอก"),
+    *("Тихий Дон", "千と千尋の神隠し", "!!!"),
 ]  # fmt: skip
 KEYS = [f"film {i}" for i in range(len(TITLES))]
 CODES = [[1000 + a, 1010 + b, 1020 + c] for a in range(4) for b in range(4) for c in range(4)]
@@ -55,7 +56,7 @@ def test_tokens_that_stand_in_the_prompt(items, data):
         ("昨日は千と千尋の神隠しを見た。", ["千と千尋の神隠し"]),
         ("ฉันชอบครูบ้านนอกมาก", ["ครูบ้านนอก"]),
         ("ТИХИЙ ДОН; schindlers list (1993)", ["Тихий Дон"]),
-        ("Schindler’s  List — 1993, m a s h", ["Schindler's List (1993)", "M*A*S*H"]),
+        ("Schindler\N{RIGHT SINGLE QUOTATION MARK}s  List — 1993, m a s h", ["Schindler's List (1993)", "M*A*S*H"]),
         (unicodedata.normalize("NFD", "AMÉLIE"), ["Amélie"]),
         ("Updating the alienation of 2001: a space", []),
         ("who's afraid of Virginia", []),
@@ -127,13 +128,13 @@ def front(tmp_path_factory: pytest.TempPathFactory) -> Front:
 def test_what_the_prompt_holds_joins_the_other_words(front):
     prompt = "I liked Alien 3, the Godfather, and UP."
     held = {KEYS[TITLES.index(title)] for title in ("Alien", "Alien 3", "The Godfather", "Up")}
-    for given in (prompt, front.tokenizer.encode(prompt)):
-        assert front.keys("films", given) == {*KEYS} - held
-        assert front.keys("films", given, exclude_keys=KEYS[8:]) == {*KEYS[:8]} - held
-        assert front.keys("films", given, only_keys=KEYS[:3]) == {KEYS[1]}
-        assert front.keys("films", given, item_filter={"year": {"$gte": 1972}}) == {*KEYS[2:]} - held
+    for sent in (prompt, front.tokenizer.encode(prompt)):
+        assert front.keys("films", sent) == {*KEYS} - held
+        assert front.keys("films", sent, exclude_keys=KEYS[8:]) == {*KEYS[:8]} - held
+        assert front.keys("films", sent, only_keys=KEYS[:3]) == {KEYS[1]}
+        assert front.keys("films", sent, item_filter={"year": {"$gte": 1972}}) == {*KEYS[2:]} - held
         both = {"item_filter": {"year": {"$gte": 1972}}, "exclude_keys": KEYS[6:10], "only_keys": KEYS[4:8]}
-        assert front.keys("films", given, **both) == {KEYS[4]}
+        assert front.keys("films", sent, **both) == {KEYS[4]}
     assert front.keys("films", "nothing of these") == {*KEYS}
 
 
@@ -143,8 +144,8 @@ def test_more_than_the_limit_of_keys_is_left_out(front):
     assert front.keys("codes", history) == {*range(64)} - {5, 63, *range(20, 40)}
     text = "".join(f"<a_{a}>, <b_1>" for a in range(4)) + "".join(f"<a_3><b_{b}><c_2> " for b in range(3))
     left = {CODES.index([1003, 1010 + b, 1022]) for b in range(3)}
-    for given in (text, front.tokenizer.encode(text)):
-        assert front.keys("named", given) == {*range(64)} - left
+    for sent in (text, front.tokenizer.encode(text)):
+        assert front.keys("named", sent) == {*range(64)} - left
 
 
 def test_the_index_of_texts_is_made_once_and_counted(front, monkeypatch):

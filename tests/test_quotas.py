@@ -150,4 +150,3 @@ def test_a_proof_ends_with_the_list():
         check(found, greedy(oracle(items, END), values, {"brand": 1}, k))
         passes.append(found.passes)
     assert passes[0] < passes[1] < len(made)
-

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from itemset.item_set import ItemSet
+from itemset.ranking.scored_tree import UNSCORED
 from itemset.ranking.search import Found, Search, Width
 
 
@@ -48,14 +49,12 @@ class QuotaSearch(Search):
         """Return the result so far."""
         found = self._made or super().result
         places = within(self._of, [item.tokens for item in found.items], self._at_most, self._wanted)
-        proven = found.proven
-        if len(places) < self._wanted:  # unless there are no others
-            proven = proven and (
-                len(found.items) == len(self._of) or (self._made is None and len(found.items) < self._k)
-            )
-        elif self._made is None:
-            proven = bool(self._open <= found.items[places[-1]].score)
-        return found._replace(items=[found.items[i] for i in places], proven=proven)
+        full, items = len(places) == self._wanted, [found.items[i] for i in places]
+        proven = found.proven and (full or len(found.items) == len(self._of))
+        if full and self._made is None:  # whatever comes after its last item
+            nodes = self.tree.nodes
+            proven = not (nodes["mass"][nodes["expansion"] == UNSCORED] > items[-1].score).any()
+        return found._replace(items=items, proven=bool(proven))
 
     def _best_prefixes(self, first: int) -> NDArray[np.int64]:
         nodes = super()._best_prefixes(first)

@@ -179,13 +179,8 @@ class Search(Rounds):
     def result(self) -> Found:
         """Return the result so far."""
         items = ordered(self.tree.items(self._best))
-        return Found(items, self._taken, self._rounds, proven=bool(self._open <= self._bar))
-
-    @property
-    def _open(self) -> float:
-        """Return the best score of a prefix that is not scored."""
-        nodes = self.tree.nodes
-        return float(nodes["mass"][nodes["expansion"] == UNSCORED].max(initial=self._pruned))
+        left = self.tree.nodes["mass"][self.tree.nodes["expansion"] == UNSCORED].max(initial=self._pruned)
+        return Found(items, self._taken, self._rounds, proven=bool(left <= self._bar))
 
     def _next_nodes(self) -> NDArray[np.int64]:
         self._rank_items()

@@ -14,7 +14,6 @@ from itemset.trie.pointers import compiled
 from itemset.trie.rows import as_rows
 from itemset.trie.walk import DEAD, advance, is_terminal
 
-_SLICE = 1_000  # texts of which words are taken at once, so that no other thread waits for long
 # Scripts without spaces between words: each character is one. Thai, Lao, Burmese, Khmer, Japanese and Chinese.
 _UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
 _WORD = re.compile(rf"[{_UNSPACED}]|[^\W{_UNSPACED}]+")
@@ -53,7 +52,9 @@ class TextIndex:
         """decode: returns the text of each row of tokens. It takes 25 microseconds an item."""
         parts, before = list[pa.Array](), len(words_of(item_set.prefix))
         self._counts = set[int]()
-        for numbers in np.array_split(np.arange(len(item_set)), 1 + len(item_set) // _SLICE):
+        for numbers in np.array_split(
+            np.arange(len(item_set)), 1 + len(item_set) // 1_000
+        ):  # no other thread waits long
             texts = [words_of(text)[before:] for text in decode(item_set.items_at(numbers))]
             parts.append(pa.array(map(" ".join, texts), pa.large_string()))
             self._counts.update(map(len, texts))

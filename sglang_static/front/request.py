@@ -178,8 +178,8 @@ def check_prompts(request: Any, *, listed: bool) -> None:
 def prompts_of(request: Any) -> list[Prompt]:
     """Return the prompts of a `GenerateReqInput`; an empty one if they are embeddings."""
     prompts = request.text if request.input_ids is None else request.input_ids
-    alone = prompts is None or isinstance(prompts, str) or _are(Integral, prompts)
-    return [prompts or ()] if alone else list(prompts)
+    alone = isinstance(prompts, str) or _are(Integral, prompts)
+    return [prompts] if alone else list(prompts or [()])
 
 
 def _are(kind: Any, values: Any) -> bool:

@@ -15,8 +15,6 @@ from itemset.serving.warm_up import compile_beside
 from itemset.serving.wire import INLINE, name_of
 from itemset.text import fingerprint
 
-_FILTERS = 4  # so that no request with a list of keys waits for another's filter, or for texts to be indexed
-
 
 class Checks:
     """The item sets of one front end, and what they and its requests must satisfy. Safe for threads."""
@@ -38,7 +36,7 @@ class Checks:
         self._tokenizer = tokenizer
         self._inline = InlineTexts(self.catalogue, config, self._tokenizer, words, limits, on_encoded)
         self._selections = Chosen(self.catalogue, config, words, tokenizer)
-        self._threads = ThreadPoolExecutor(_FILTERS, "item-filters")
+        self._threads = ThreadPoolExecutor(4, "item-filters")  # lists of keys wait for no filter, nor for an index
         self._model_print = ""
         for opened in self.catalogue.serving.values():
             try:
@@ -94,8 +92,8 @@ class Checks:
     def made(self, asked: ItemRequest, prompt: Prompt | None = None) -> InlineSet:
         """Return the set of a request; of a registered one the version that is served now.
 
-        prompt: whose items it may lack, if known. Waits until texts are encoded and built, or filters applied, unless
-        they were not long ago. Raises RefusedError, or ItemSetError for what is wrong with an item.
+        Waits until texts are encoded and built, or filters applied, unless they were not long ago. Raises RefusedError,
+        or ItemSetError for what is wrong with an item. prompt: if known.
         """
         if isinstance(asked.made, InlineSet):
             return asked.made

@@ -22,15 +22,7 @@ from itemset.serving.front.embedded_sets import Constraints
 from itemset.serving.front.inline import Prompt
 from itemset.serving.front.list_runner import OneRequest, search_for
 from itemset.serving.front.request import ItemRequest
-from itemset.serving.front.request_fields import (
-    AT_MOST,
-    ATTRIBUTES,
-    LIST_AFTER,
-    NO_ATTRIBUTES,
-    PROMPT,
-    ListOptions,
-    wrong_type,
-)
+from itemset.serving.front.request_fields import ATTRIBUTES, LIST_AFTER, NO_ATTRIBUTES, PROMPT, ListOptions, wrong_type
 from itemset.serving.front.version_watcher import Follower, Send
 from itemset.serving.wire import INLINE, EngineRequest, HolesSpec, Tokens
 from itemset.text import encode
@@ -90,8 +82,8 @@ class FrontEndBase:
     def pinned(self, asked: ItemRequest, prompt: Prompt | None = None) -> ItemRequest | None:
         """Return the request with its set or constraint, whatever version is served later; None if no set stands in it.
 
-        prompt: if that is known. Without it, a request that wants none of its items is only checked. Waits until the
-        set is made. Raises as `Checks.made` and `Constraints.get` do.
+        Waits until it is made. Without the `prompt`, a request that wants none of its items is only checked. Raises as
+        `Checks.made` and `Constraints.get` do.
         """
         if asked.made is not None:
             return asked
@@ -113,12 +105,12 @@ class FrontEndBase:
             if asked.attributes:
                 raise wrong_type(NO_ATTRIBUTES, ATTRIBUTES)
             return None
-        names, quotas = asked.attributes or (), getattr(asked.several, AT_MOST, None) or ()
+        names, quotas = asked.attributes or (), getattr(asked.several, "at_most", None) or ()
         if names or quotas:
             schemas = [one.item_set.attribute_schema for one in (made.sets if isinstance(made, Constraint) else [made])]
             there = dict.fromkeys(name for schema in schemas for name in schema.names)
             names = (*there,) or ("",) if names is True else names
-            for word, name in (*((ATTRIBUTES, name) for name in names), *((AT_MOST, name) for name in quotas)):
+            for word, name in (*((ATTRIBUTES, name) for name in names), *(("at_most", name) for name in quotas)):
                 if name not in there:
                     which = f"no attribute {shown(name)}" if name else "no attribute"
                     raise wrong_type(f"{word}: there is {which}: {known(schemas)}", word)

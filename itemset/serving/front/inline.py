@@ -329,11 +329,10 @@ class Chosen:
         """Return what finds a set's texts: made once a version, then cached and counted as inline sets are."""
         own = part_reference("texts", of)
         with self._indexing:
-            if (kept := self._catalogue.inline(own)) is None or kept.texts is None:
+            if (kept := self._catalogue.inline(own)) is None or (texts := kept.texts) is None:
                 texts = TextIndex(whole, lambda rows: decoded(rows, self._tokenizer))
-                kept = self._catalogue.keep(InlineSet(own, whole, nbytes=texts.nbytes + OVERHEAD, texts=texts))
-            assert kept.texts is not None
-            return kept.texts
+                self._catalogue.keep(InlineSet(own, whole, nbytes=texts.nbytes + OVERHEAD, texts=texts))
+            return texts
 
     def _filtered(self, query: Any, whole: InlineSet) -> InlineSet:
         with _naming(FILTER):

@@ -159,7 +159,6 @@ _Flag = Annotated[bool, Meta(description="true or false")]
 _Count = Annotated[int, Meta(ge=1)]
 _Widths = Annotated[tuple[_Count, ...], Meta(min_length=1, max_length=64)]
 _WIDTH = "a number of beams, at least 1, or a list of such numbers: of each level"
-AT_MOST = "at_most"
 _Quotas = Annotated[dict[str, _Count], Meta(min_length=1, max_length=8)]
 _QUOTAS = 'an object of at most 8 attributes and numbers of items, at least 1, such as {"brand": 2}'
 _Seed = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]

@@ -219,9 +219,17 @@ CELLS = [
                 ('`list_after: "</think>"`', {}, {}, 4, 1),
                 ("`list: K`", {"list": 2, "width": 9}, {}, 2, 1),
                 ("`list: K`", SOME, {}, 4, 1),
+                ("`list: K`", {"at_most": {"place": 1}}, {}, 4, 1),
                 ("`n: N`", {}, {"n": 3}, 4, 3),
                 ("`max_tokens`", {"list_after": "letter"}, {"max_tokens": 3}, 0, 1),
             )
+        ),
+        Cell(
+            "`list: K`",
+            UNSEEN | THINK,
+            listed(4, among=TITLES[8:]),
+            "completions",
+            options=SAYS_STATION | {"prompt": SEEN},
         ),
         Cell(
             '`list_after: "</think>"`',

@@ -21,6 +21,7 @@ from itemset.errors import ItemSetError, shown
 from itemset.item_set import ItemSet
 from itemset.masking.arena_plan import arena_bytes
 from itemset.opening import from_bytes
+from itemset.select.prompt_items import TextIndex
 from itemset.select.views import view_from_bytes
 from itemset.serving.config import StaticConfig
 from itemset.serving.private_copies import delete_unused, open_copy
@@ -63,6 +64,7 @@ class InlineSet:
     index: bytes | None = field(default=None, repr=False)
     nbytes: int = 0  # of all that came, in this process
     base: "InlineSet | None" = None  # the filter that it stands on
+    texts: TextIndex | None = None  # in place of all that, what finds its items in texts
 
     @classmethod
     def from_index(

@@ -112,6 +112,7 @@ class ItemRequest:
         words = (*fields.SELECTION, *fields.STEERING)
         selection = {word: given[word] for word in words if given.get(word) is not None}
         _check_selection(selection, named, choices)
+        selection = {word: value for word, value in selection.items() if value is not False}
         if not has_set:
             if draws and drawn:
                 raise wrong_type(f"{DRAWS} draws items of a set: name the set as {REFERENCE}", DRAWS)
@@ -202,6 +203,7 @@ def _weighed(given: Mapping[str, Any], has_set: bool, *, ranked: bool) -> str:
 
 _KINDS: Mapping[str, tuple[type, str]] = {
     fields.FILTER: (dict, "an object of conditions"),
+    fields.PROMPT: (bool, "true or false"),
     fields.BOOST: (dict, "an object of attributes and weights"),
     fields.BOOST_KEYS: (dict, "an object of keys and what each adds"),
 }
@@ -244,7 +246,8 @@ def _refuse_beside_slate(given: Mapping[str, Any], other: bool, *, ranked: bool)
         raise RefusedError("beam search", message, SLATE)
     for word in (*fields.SELECTION, *fields.STEERING):
         if given.get(word) is not None:
-            mend = "state it in the slate" if word in fields.SELECTION else "leave it out"
+            in_slates = word in fields.SELECTION and word != fields.PROMPT
+            mend = "state it in the slate" if in_slates else "leave it out"
             raise wrong_type(f"{word} would be ignored beside a slate: {mend}", word)
     check_options(given, ranked=False)
 

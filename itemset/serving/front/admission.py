@@ -113,7 +113,7 @@ class Checks:
                     self._threads, self._selections.tempered, made, asked
                 )
             return made
-        if asked.chooses or asked.temperature > 1:
+        if asked.chooses:
             return await asyncio.get_running_loop().run_in_executor(self._threads, self.made, asked, prompt)
         return self.made(asked)
 

@@ -279,9 +279,8 @@ class Chosen:
             lists = {PROMPT: held, **lists}
         whole, (steering, scale) = self._catalogue.made(of), _steering(selection)
         first = {word: selection[word] for word in (FILTER,) if word in selection}
-        if BOOST in steering and boosts_come_first(
-            whole.item_set, lists.get(EXCLUDE, lists.get(PROMPT)), lists.get(ONLY)
-        ):
+        excluded = lists.get(EXCLUDE, lists.get(PROMPT))
+        if BOOST in steering and boosts_come_first(whole.item_set, excluded, lists.get(ONLY)):
             first, steering = first | steering, {}
         if first:
             whole = self._shared(first, whole)

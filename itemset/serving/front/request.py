@@ -81,8 +81,8 @@ class ItemRequest:
 
     @property
     def chooses(self) -> bool:
-        """Return whether it selects among the items of its registered set, and that is still to be done."""
-        return self.made is None and bool(self.selection)
+        """Return whether it selects among the items of its registered set, or steers them, and that is to be done."""
+        return self.made is None and (bool(self.selection) or self.temperature > 1)
 
     @classmethod
     def of(

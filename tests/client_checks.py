@@ -54,7 +54,7 @@ def check(server: Any) -> None:
     few = rank(client, "films", "A film: ", n=12, at_most={"region": 2}, item_attributes=["region"], exclude_keys=[12])
     assert sorted(item.attributes["region"] for item in few) == ["DE", "DE", "FR", "FR"]
     assert few == sorted(few, key=lambda item: -(item.score or 0))
-    with pytest.raises(BadRequestError, match=r"at_most: there is no attribute 'brand': the set has \"year\""):
+    with pytest.raises(BadRequestError, match=r'at_most: there is no attribute .*brand.*: the set has "year"'):
         rank(client, "films", "A film: ", at_most={"brand": 2})
     seen = f"I saw {TITLE_OF[3].lower()}, {TITLE_OF[8]} and “{TITLE_OF[9]}”: "
     for prompt in (seen, [{"role": "user", "content": seen}]):

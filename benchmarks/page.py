@@ -12,8 +12,8 @@ Numbers of a paragraph, a list or a table by hand are named after it, one a line
     -->
 
 First the number as it stands above. Then the row: its first cells with a slash between them; or `least` or `most`, of
-all rows or of those that begin with the cells after a slash. Then the column, and for another unit by what to multiply
-or divide.
+all rows or of those that begin with the cells after a slash. Then the column. For another unit, by what to multiply or
+divide; for a ratio, `/ ROW` to divide by another row's number there.
 """
 
 from __future__ import annotations
@@ -53,21 +53,26 @@ def faults(text: str, folder: Path = DOCS / "benchmarks") -> Iterator[str]:
         blocks = [one for one in FIGURES.sub("\n", text[: found.start()]).split("\n\n") if one.strip()]
         block = " ".join((blocks or [""])[-1].split())
         for line in lines.splitlines():
-            number, _, rest = line.partition(": ")
-            row, column, *factor = (part.strip() for part in rest.split(" | "))
-            where = f"{file} {name}, {row}, {column}"
+            number, _, said = line.partition(": ")
             if not re.search(rf"(?<![\d.,]){re.escape(number)}(?![\d]|[.,]\d)", block):
-                yield f"{number} ({where}) is not in the block that ends with: {block[-60:]}"
+                yield f"{number} ({file} {name}) is not in the block that ends with: {block[-60:]}"
             try:
-                value = value_of(rows_of(folder, file, name), row, column)
+                value = figure(rows_of(folder, file, name), *(part.strip() for part in said.split(" | ")))
             except LookupError as error:
-                yield f"{number}: {where}: {error}"
-                continue
-            if factor:
-                sign, by = factor[0].split()
-                value = value / float(by) if sign == "/" else value * float(by)
-            if not rounds_to(value, number):
-                yield f"{number} is {value:.6g} in {where}"
+                yield f"{number}: {file} {name}: {error}"
+            else:
+                if not rounds_to(value, number):
+                    yield f"{number} is {value:.6g} in {file} {name}: {said}"
+
+
+def figure(rows: list[dict[str, Any]], row: str, column: str, by: str = "", by_column: str = "") -> float:
+    """What a line of a comment says. Raises LookupError where there is no such number."""
+    value = value_of(rows, row, column)
+    if not by:
+        return value
+    sign, by = by.split(" ", 1)
+    factor = float(by) if re.fullmatch(r"[\d.]+", by) else value_of(rows, by, by_column or column)
+    return value / factor if sign == "/" else value * factor
 
 
 def rows_of(folder: Path, file: str, name: str) -> list[dict[str, Any]]:
@@ -85,7 +90,7 @@ def value_of(rows: list[dict[str, Any]], row: str, column: str) -> float:
     begin = [one for one in rows if [shown(cell) for cell in one.values()][: len(cells)] == cells]
     values = [one[column] for one in begin if isinstance(one.get(column), int | float)]
     if not values or (extreme is None and len(values) > 1):
-        raise LookupError(f"{len(values)} rows have such cells and a number there")
+        raise LookupError(f"{len(values)} rows begin with {row} and have a number at {column}")
     return float(extreme(values) if extreme else values[0])
 
 

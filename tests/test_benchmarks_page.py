@@ -40,6 +40,8 @@ def test_numbers_in_prose_are_those_of_the_files(page: ModuleType) -> None:
         ("It takes 0.1 s.", "0.1: 10,000 | took, ms | / 1000", ""),
         ("From 13.9 ms to 106.", "13.9: least | took, ms", ""),
         ("Of both kinds 2 to 3.", "3: most/10,000 | rows", ""),
+        ("It takes 7.64 times as long.", "7.64: 10,000 | took, ms | / 100/13.9", ""),
+        ("It takes 7 times as long.", "7: 10,000 | took, ms | / 100/13.9", "7 is 7.64"),
         ("It takes 110 ms.", "110: 10,000 | took, ms", ""),
         ("It takes 107 ms.", "107: 10,000 | took, ms", "107 is 106.2"),
         ("It takes 0.2 s.", "0.2: 10,000 | took, ms | / 1000", "0.2 is 0.1062"),

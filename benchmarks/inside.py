@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from runner import Report, Row, isolated, make_texts, parser, resident
 
-ENUM_LIMIT, RUNS = 10_000, 5  # items: with 100,000 xgrammar takes minutes; runs of the same answers
+ENUM_LIMIT, RUNS = 10_000, 5  # items: beyond, xgrammar was not run; runs of the same answers
 SET = {"type": "string", "item_set": "films"}
 REASONS = ["It is quiet, and it ends well.", "Everyone I know liked it.", "A good one for a rainy day."]
 SHAPES: dict[str, Row] = {

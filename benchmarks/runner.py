@@ -93,11 +93,11 @@ def table(rows: Sequence[Row]) -> str:
     columns = list(dict.fromkeys(name for row in rows for name in row))
     numeric = [all(not isinstance(row.get(name), str) for row in rows) for name in columns]
     lines = [f"| {' | '.join(columns)} |", f"|{'|'.join('--:' if one else '---' for one in numeric)}|"]
-    lines += [f"| {' | '.join(_shown(row.get(name)) for name in columns)} |" for row in rows]
+    lines += [f"| {' | '.join(shown(row.get(name)) for name in columns)} |" for row in rows]
     return "\n".join(lines)
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """Three digits of a float, all digits of an integer."""
     if not isinstance(value, float):
         return "" if value is None else str(value) if isinstance(value, bool | str) else f"{value:,}"

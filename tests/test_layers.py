@@ -24,7 +24,7 @@ ALLOWED = {
     "building": "errors text storage trie item_set",
     "publishing": "errors storage item_set published building",
     "masking": "errors trie item_set",
-    "ranking": "errors text trie item_set masking",
+    "ranking": "errors text trie item_set masking select",
     "embedded": "errors trie item_set opening select masking",
     "serving": "errors text storage trie item_set opening select published masking ranking embedded",
     "training": "errors trie item_set ranking",

@@ -252,7 +252,7 @@ def _has_all_options(tokenizer: Any) -> bool:
     return not protocol and "MistralCommonBackend" not in classes
 
 
-def _decoded(rows: list[list[int]], tokenizer: Any) -> list[str]:
+def decoded(rows: list[list[int]], tokenizer: Any) -> list[str]:
     """Return the text of each row of tokens, as `decode` does."""
     if (compiled := _compiled(tokenizer)) is not None:
         texts: list[str] = compiled.decode_batch(rows, skip_special_tokens=False)
@@ -294,8 +294,8 @@ def _encode_batch(
             return []
         raise _failed(tokenizer, error) from error  # no single text is to blame
     if lossy is not None:
-        for text, decoded in zip(whole, _decoded(ids, tokenizer), strict=True):
-            lossy.add(text, decoded)
+        for text, back in zip(whole, decoded(ids, tokenizer), strict=True):
+            lossy.add(text, back)
     (cut,) = _token_ids([carrier], tokenizer) if carrier else ([],)
     forbidden = _forbidden_tokens(tokenizer)
     for i, tokens in enumerate(ids):

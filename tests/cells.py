@@ -45,6 +45,8 @@ def table(section: str, *cells: Cell) -> list[Cell]:
 
 SET = {"item_set": "titles"}
 SOME = {"item_filter": {"place": {"$gte": 12}}, "exclude_keys": KEYS[17:]}
+UNSEEN = SET | {"exclude_prompt": True}
+SEEN = f"I saw {'; '.join(TITLES[:7]).upper()}, and {TITLES[7]}."
 LIST = SET | {"use_beam_search": True, "n": 4}
 BEAM = SET | {"beam_width": 4}  # SGLang's own word
 DRAWS = SET | {"draws": 3, "seed": 7}
@@ -139,6 +141,31 @@ CELLS = [
         Cell("`item_filter: {...}`", SET | {"item_filter": {"place": {"$gte": 12}}}, one_of(LATE)),
         Cell("`exclude_keys: [...]`", SET | {"exclude_keys": KEYS[:17]}, one_of(TITLES[17:])),
         Cell("`only_keys: [...]`", SET | {"only_keys": KEYS[:2]}, one_of(TITLES[:2])),
+        Cell("`exclude_prompt: true`", UNSEEN, title),
+        *(
+            Cell("`exclude_prompt: true`", words, check, ways, options=options)
+            for words, check in (
+                (UNSEEN, one_of(TITLES[8:])),
+                (UNSEEN | {"item_filter": {"place": {"$lt": 12}}}, one_of(TITLES[8:12])),
+            )
+            for ways, options in (
+                ("completions", {"prompt": SEEN}),
+                ("chat stream", {"messages": [{"role": "user", "content": SEEN}]}),
+                ("batch", {"messages": [[{"role": "user", "content": SEEN}]] * 2}),
+                ("responses", {"input": SEEN}),
+            )
+        ),
+        *(
+            Cell("`exclude_prompt: true`", words, check, ways, options=options)
+            for words, check in (
+                (UNSEEN | {"use_beam_search": True, "n": 9}, ranked(9, among=TITLES[8:])),
+                (UNSEEN | {"draws": 11, "replace": False}, drawn(11, distinct=True)),
+            )
+            for ways, options in (
+                ("completions", {"prompt": SEEN}),
+                ("chat", {"messages": [{"role": "user", "content": SEEN}]}),
+            )
+        ),
         Cell("over HTTP", LIST | SOME, ranked(4, among=TITLES[12:17]), OPENAI),
         Cell("offline", LIST | SOME, ranked(4, among=TITLES[12:17]), "offline", "vllm"),
         Cell("offline", BEAM | SOME, ranked(4, among=TITLES[12:17]), NATIVE, "sglang"),
@@ -175,6 +202,7 @@ CELLS = [
                 ("`max_passes: N`", {"max_passes": 60}, ranked(4)),
                 ("`renormalised: true`", {"renormalised": True}, ranked(4, shares=True)),
                 ("`without_end: true`", {"without_end": True}, ranked(4)),
+                ('`at_most: {"brand": 2}`', {"at_most": {"place": 1}}, ranked(4)),
             )
             for words, ways, engines in (
                 (LIST, OPENAI, "vllm sglang"),
@@ -191,9 +219,17 @@ CELLS = [
                 ('`list_after: "</think>"`', {}, {}, 4, 1),
                 ("`list: K`", {"list": 2, "width": 9}, {}, 2, 1),
                 ("`list: K`", SOME, {}, 4, 1),
+                ("`list: K`", {"at_most": {"place": 1}}, {}, 4, 1),
                 ("`n: N`", {}, {"n": 3}, 4, 3),
                 ("`max_tokens`", {"list_after": "letter"}, {"max_tokens": 3}, 0, 1),
             )
+        ),
+        Cell(
+            "`list: K`",
+            UNSEEN | THINK,
+            listed(4, among=TITLES[8:]),
+            "completions",
+            options=SAYS_STATION | {"prompt": SEEN},
         ),
         Cell(
             '`list_after: "</think>"`',

@@ -51,6 +51,18 @@ def check(server: Any) -> None:
     assert [item.score for item in best] == sorted((item.score for item in best), reverse=True)
     late = rank(client, "films", MESSAGES, n=12, item_filter=LATE, exclude_keys=[12])
     assert {item.key for item in late} == {9, 10, 11}
+    few = rank(client, "films", "A film: ", n=12, at_most={"region": 2}, item_attributes=["region"], exclude_keys=[12])
+    assert sorted(item.attributes["region"] for item in few) == ["DE", "DE", "FR", "FR"]
+    assert few == sorted(few, key=lambda item: -(item.score or 0))
+    with pytest.raises(BadRequestError, match=r'at_most: there is no attribute .*brand.*: the set has "year"'):
+        rank(client, "films", "A film: ", at_most={"brand": 2})
+    seen = f"I saw {TITLE_OF[3].lower()}, {TITLE_OF[8]} and “{TITLE_OF[9]}”: "
+    for prompt in (seen, [{"role": "user", "content": seen}]):
+        new = rank(client, "films", prompt, n=12, exclude_prompt=True)
+        assert {item.key for item in new} == TITLE_OF.keys() - {3, 8, 9}
+        assert choose(client, "films", prompt, exclude_prompt=True, only_keys=[3, 4, 8]).key == 4
+        drawn = draw(client, "films", prompt, n=9, replace=False, exclude_prompt=True, approximate=True)
+        assert {item.key for item in drawn} == TITLE_OF.keys() - {3, 8, 9}
     assert known([choose(client, "films", "A film: ", temperature=0.5, extra_body={"only_keys": [3, 5]})])
     assert choose(client, ["red", "blue"], MESSAGES).text in ("red", "blue")
     _check_whole(client)

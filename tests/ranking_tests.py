@@ -82,6 +82,56 @@ def test_a_list_of_what_a_filter_leaves(engine, oracle):
         assert found.keys == [keys[item] for _, item in expected]
 
 
+@pytest.mark.parametrize(
+    ("words", "least"),
+    [
+        ({}, 0),
+        ({"item_filter": {"tag": {"$gte": 1}}}, 1),
+        ({"width": 12}, 0),
+        ({"exact": True}, 0),
+        ({"exclude_keys": tagged_keys()[::3]}, 1),
+    ],
+)
+@pytest.mark.parametrize(("most", "k"), [(1, 5), (4, 12)])
+def test_a_list_of_at_most_so_many_of_one_value(engine, oracle, words, least, most, k):
+    """The greedy choice from the ranking of the whole set, in which an item has the tags of all its keys."""
+    tags: dict[tuple[int, ...], set[int]] = {}
+    for i, item in enumerate(tagged_items()):
+        if i % 3 >= least:
+            tags.setdefault(tuple(item), set()).add(i % 3)
+    counts, chosen = [0, 0, 0], []
+    for score, item in oracle(sorted(tags)):
+        if len(chosen) < k and all(counts[tag] < most for tag in tags[item]):
+            chosen.append((score, item))
+            for tag in tags[item]:
+                counts[tag] += 1
+    for found in engine.rank(k, item_set="tagged", at_most={"tag": most}, **words):
+        check(found, chosen)
+        assert found.proven or words == {"width": 12}
+
+
+def test_no_item_that_the_prompt_holds(engine, oracle):
+    """Items of token ids, by their tokens: in lists, draws and samples, those of each prompt for itself."""
+    keys: dict[tuple[int, ...], list[str]] = {}
+    for key, item in zip(tagged_keys(), tagged_items(), strict=True):
+        keys.setdefault(tuple(item), []).append(key)
+    long = [item for item in keys if len(item) > 4]
+    prompts = [PROMPT, [7, *long[0], 8, *long[3], 9], [*long[5], 7]]
+    held = [
+        {item for item in keys if any(tuple(prompt[i : i + len(item)]) == item for i in range(len(prompt)))}
+        for prompt in prompts
+    ]
+    assert not held[0]
+    assert len(held[1]) > 4
+    words = {"item_set": "tagged", "exclude_prompt": True}
+    lists = engine.rank(400, prompts, **words)
+    assert [{tokens[:-1] for _, tokens in found.items} for found in lists] == [keys.keys() - one for one in held]
+    check(engine.rank(9, **words, exact=True)[0], oracle(sorted(keys))[:9])
+    answers = engine.ask(prompts * 20, {**words, "max_tokens": 20, "temperature": 1.0})
+    for answer, one in zip(answers, held * 20, strict=True):
+        assert answer.item in keys.keys() - one
+
+
 def test_the_proven_best_of_several_prompts(engine, oracle, named_sets):
     lists = engine.rank(4, [PROMPT, [11, 12], PROMPT], item_set="ragged", exact=True)
     check(lists[0], oracle(sorted(named_sets["ragged"].items))[:4])
@@ -156,6 +206,20 @@ def choices_of(server: Any, endpoint: str, body: dict[str, Any]) -> list[dict[st
         ({"n": 1_001}, "a ranked list of 1,001 is longer than this engine's limit of 1,000: ask for fewer items"),
         ({"exact": "yes"}, "exact must be true or false, not 'yes'"),
         ({"exact": True, "max_passes": 1}, "no item was found before the limit: raise max_passes"),
+        ({"at_most": {"tag": 2}}, "at_most: there is no attribute 'tag': the set has none"),
+        (
+            {"item_set": "tagged", "at_most": {"tag": 2, "brand": 1}},
+            "at_most: there is no attribute 'brand': the set has",
+        ),
+        (
+            {"item_set": "tagged", "at_most": {"tag": 0}},
+            "at_most must be an object of at most 8 attributes and numbers",
+        ),
+        ({"item_set": "tagged", "at_most": {"tag": True}}, "at_most must be an object of at most 8 attributes"),
+        ({"item_set": "tagged", "at_most": {}}, "at_most must be an object of at most 8 attributes"),
+        ({"item_set": "tagged", "at_most": ["tag"]}, "at_most must be an object of at most 8 attributes"),
+        ({"item_set": "tagged", "at_mots": {"tag": 2}}, "there is no field 'at_mots': did you mean at_most?"),
+        ({"item_set": "tagged", "at_most": {"tag": 2}, "use_beam_search": False}, "at_most is for ranked lists: add"),
         ({"exact": True, "use_beam_search": False}, "exact is for ranked lists: add use_beam_search and n"),
     ],
 )

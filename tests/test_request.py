@@ -29,6 +29,9 @@ def test_what_a_request_asks_for():
     best = ListOptions(10, width=64, exact=True, renormalised=False, max_passes=9, without_end=False)
     assert asked("films", k=10, width=64, exact=True, max_passes=9, use_beam_search=True).several == best
     assert asked("films", k=10).several == ListOptions(10)
+    assert asked("films", k=3, at_most={"a": 1}).several == ListOptions(3, at_most={"a": 1})
+    assert asked("films", exclude_prompt=True) == ItemRequest("films", selection={"exclude_prompt": True})
+    assert asked("films", exclude_prompt=False) == ItemRequest("films")
     assert asked("films", return_set_weight=True) == ItemRequest("films", weighed="return_set_weight")
     assert asked("films", return_set_weight=False) == ItemRequest("films")
 
@@ -59,6 +62,16 @@ def test_what_a_request_asks_for():
         ({"named": "a", "return_set_weigth": True}, "did you mean return_set_weight?", "return_set_weigth"),
         ({"named": "a", "k": 2, "exact": "yes"}, "exact must be true or false, not 'yes'", "exact"),
         ({"named": "a", "k": 2, "renormalised": 1}, "renormalised must be true or false, not 1", "renormalised"),
+        ({"named": "a", "k": 2, "at_most": {"a": 1.5}}, "at_most must be an object of at most 8 attributes", "at_most"),
+        ({"named": "a", "k": 2, "at_most": {1: 2}}, "at_most must be an object", "at_most"),
+        ({"named": "a", "k": 2, "at_most": {f"{i}": 2 for i in range(9)}}, "at_most must be an object", "at_most"),
+        ({"named": "a", "at_most": {"a": 2}}, "at_most is for ranked lists: add use_beam_search and n", "at_most"),
+        ({"named": "a", "k": 2, "atmost": {"a": 2}}, "did you mean at_most?", "atmost"),
+        ({"named": "a", "k": 2, "at_must": {"a": 2}}, "did you mean at_most?", "at_must"),
+        ({"named": "a", "exclude_prompts": True}, "did you mean exclude_prompt?", "exclude_prompts"),
+        ({"named": "a", "exclude_prompt": 1}, "exclude_prompt must be true or false, not 1", "exclude_prompt"),
+        ({"choice": ["b"], "exclude_prompt": True}, "of a registered set", "exclude_prompt"),
+        ({"slate": {}, "exclude_prompt": True}, "would be ignored beside a slate: omit it", "exclude_prompt"),
         ({"named": "a", "k": 2, "without_end": "no"}, "without_end must be true or false, not 'no'", "without_end"),
     ],
 )
@@ -81,6 +94,7 @@ def test_what_a_request_asks_of_draws():
             "renormalised is for ranked lists: draws",
             "renormalised",
         ),
+        ({"drawing": True, "draws": 2, "at_most": {"a": 1}}, "at_most is for ranked lists: draws are exact", "at_most"),
         ({"drawing": True, "draws": True}, "draws must be a number of draws, at least 1, not True", "draws"),
         ({"drawing": True, "draws": 2, "temperature": "1"}, "temperature must be 1e-06 to 1", "temperature"),
         ({"drawing": True, "draws": 2, "seed": 1.5}, "seed must be an integer", "seed"),
@@ -155,3 +169,23 @@ def test_sampling_parameters_that_samplers_hold():
 )
 def test_a_list_has_64_beams_unless_it_says_otherwise(given, items, most, beams):
     assert ListOptions(**({"n": 10} | given)).with_beams(items, most).beam == beams
+
+
+@pytest.mark.parametrize(
+    ("n", "width", "items", "most", "listed"),
+    [
+        (10, None, 10_000, 1_000, (64, 64)),
+        (30, None, 10_000, 1_000, (120, 120)),
+        (10, None, 20, 1_000, (20, 20)),
+        (10, None, 10_000, 32, (32, 32)),
+        (10, 16, 10_000, 1_000, (64, 64)),
+        (10, 300, 10_000, 1_000, (64, 300)),
+        (10, [8, 16], 10_000, 1_000, (64, (8, 64))),
+        (900, None, 10_000, 1_000, (1_000, 1_000)),
+    ],
+)
+def test_of_a_list_with_quotas_an_engine_makes_a_longer_one(n, width, items, most, listed):
+    plain = ListOptions(n, width=width).with_beams(items, most)
+    options = ListOptions(n, width=width, at_most={"a": 1}).with_beams(items, most).with_quotas(items, most)
+    assert (options.n, options.beam) == listed
+    assert plain.with_quotas(items, most) == plain

@@ -21,6 +21,7 @@ from itemset.errors import ItemSetError, shown
 from itemset.item_set import ItemSet
 from itemset.masking.arena_plan import arena_bytes
 from itemset.opening import from_bytes
+from itemset.select.prompt_items import TextIndex
 from itemset.select.views import view_from_bytes
 from itemset.serving.config import StaticConfig
 from itemset.serving.private_copies import delete_unused, open_copy
@@ -59,7 +60,7 @@ class InlineSet:
 
     reference: what the request carries through the engine. index: of texts the index file, of a part of another set the
     view's own arrays, None of a registered set. item_set: opened over these same bytes. nbytes: of all that came, in
-    this process. base: the filter that it stands on.
+    this process. base: the filter that it stands on. texts: in place of all that, what finds its items in texts.
     """
 
     reference: str
@@ -67,6 +68,7 @@ class InlineSet:
     index: bytes | None = field(default=None, repr=False)
     nbytes: int = 0
     base: "InlineSet | None" = None
+    texts: TextIndex | None = None
 
     @classmethod
     def from_index(

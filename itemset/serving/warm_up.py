@@ -24,6 +24,7 @@ from itemset.item_set import build
 from itemset.ranking.exact_sampling import Drawing
 from itemset.ranking.importance import Importance
 from itemset.ranking.search import Rounds, Search
+from itemset.select.prompt_items import in_tokens
 from itemset.select.views import view
 from itemset.serving.catalogue import InlineSet
 from itemset.trie.pointers import SOURCES
@@ -101,6 +102,7 @@ def _run_all() -> None:
         for one in (opened, some, view(opened, only_keys=numbers[:1])):
             for token in (3, high):  # an answer's tokens have the width of the highest of them
                 one.find([token])
+        in_tokens(opened, [3])
         _rank(opened)
 
 

@@ -19,13 +19,13 @@ from itemset.serving.front.http_bodies import body, while_connected
 from itemset.serving.front.list_runner import Lists, OneRequest
 from itemset.serving.front.lost_fields import refuse_lost
 from itemset.serving.front.request import ItemRequest, Thought, wants_candidates
-from itemset.serving.front.request_fields import BEAMS, DRAWS, LIST, LIST_AFTER, LOGPROBS, wrong_type
+from itemset.serving.front.request_fields import BEAMS, DRAWS, LIST, LIST_AFTER, LOGPROBS, PROMPT, wrong_type
 from itemset.serving.front.sampler_limits import refuse_unsampled
 from itemset.serving.wire import WIRE, Tokens
 from sglang_static import compat
 from sglang_static.front import answers
 from sglang_static.front.list_requests import AFTER
-from sglang_static.front.request import OTHERS, asked, check_prompts, in_place, names_sets, wants_list
+from sglang_static.front.request import OTHERS, asked, check_prompts, in_place, names_sets, prompts_of, wants_list
 
 logger = logging.getLogger(__name__)
 
@@ -123,11 +123,14 @@ class FrontEnd(FrontEndBase):
             if one.choice is not None and one.made is None:
                 one = replace(one, made=made.get(id(one.choice)))
             waits = one.chooses or (one.choice is not None and one.made is None)
-            pinned = await while_connected(self.prepare(one), http_request) if waits else self.pinned(one)
-            assert pinned is not None
-            made[id(one.choice)] = pinned.made
-            judged.append(in_place(params or {}, pinned))
-        request.sampling_params = judged if isinstance(given, list) else judged[0]
+            known = PROMPT in one.selection and hasattr(request, "input_ids")
+            prompts: list[Any] = prompts_of(request) if known else [None] * len(each)
+            for prompt in prompts[i : i + 1] if isinstance(given, list) else prompts:
+                pinned = await while_connected(self.prepare(one, prompt), http_request) if waits else self.pinned(one)
+                assert pinned is not None
+                made[id(one.choice)] = pinned.made
+                judged.append(in_place(params or {}, pinned))
+        request.sampling_params = judged if isinstance(given, list) or len(judged) > 1 else judged[0]
         return ranked
 
     def encode(self, prompt: str) -> list[int]:

@@ -9,6 +9,7 @@ from itemset.serving.catalogue import RefusedError
 from itemset.serving.constraint import EBNF, JSON, TAG
 from itemset.serving.front import request_fields
 from itemset.serving.front.http_bodies import body
+from itemset.serving.front.inline import Prompt
 from itemset.serving.front.lost_fields import holds_sets, undisguised
 from itemset.serving.front.request import ItemRequest, candidates, refuse_beside, wants_candidates, wants_draws
 from itemset.serving.front.request_fields import BEAMS, CHOICE, CUSTOM, REFERENCE, SLATE, attributes_asked
@@ -172,6 +173,13 @@ def check_prompts(request: Any, *, listed: bool) -> None:
     for name in _DROPPED if listed else ():
         if getattr(request, name, None) not in (None, False, []):
             raise RefusedError("beam search", f"a ranked list or draws would ignore {name}: omit it", name)
+
+
+def prompts_of(request: Any) -> list[Prompt]:
+    """Return the prompts of a `GenerateReqInput`; an empty one if they are embeddings."""
+    prompts = request.text if request.input_ids is None else request.input_ids
+    alone = isinstance(prompts, str) or _are(Integral, prompts)
+    return [prompts] if alone else list(prompts or [()])
 
 
 def _are(kind: Any, values: Any) -> bool:

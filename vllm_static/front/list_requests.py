@@ -45,6 +45,7 @@ class RankingParams(BeamSearchParams, kw_only=True):  # type: ignore[call-arg]
     renormalised: bool = False
     max_passes: int | None = None
     without_end: bool = False
+    at_most: dict[str, int] | None = None
     item_attributes: bool | Sequence[str] = False
 
     def __post_init__(self) -> None:
@@ -230,8 +231,8 @@ def candidates(
 ) -> list[RequestOutput]:  # fmt: skip
     """Return what `LLM.generate` answers to requests for lists or draws, of prompts that vLLM has tokenized."""
     tokenizer, front_end = llm.get_tokenizer(), llm.llm_engine.input_processor.static_front_end
-    pinned, end_token = [front_end.pinned(one) for one in asked], tokenizer.eos_token_id
-    prompts = [list(one["prompt_token_ids"]) for one in inputs]
+    prompts, end_token = [list(one["prompt_token_ids"]) for one in inputs], tokenizer.eos_token_id
+    pinned = [front_end.pinned(*each) for each in zip(asked, prompts, strict=True)]
     given = zip(pinned, prompts, strict=True)
     lists = [RankedList(front_end, request, prompt, end_token) for request, prompt in given]
     made, logs = _results(llm, front_end, lists, loras, priorities)
@@ -340,7 +341,7 @@ async def online(
     """
     tokenizer = client.renderer.get_tokenizer()
     front_end, tokens = client.input_processor.static_front_end, list(prompt["prompt_token_ids"])
-    asked = await front_end.prepare(asked)
+    asked = await front_end.prepare(asked, tokens)
     body().begin(thinks=False)
     made = RankedList(front_end, asked, tokens, tokenizer.eos_token_id)
     lists = front_end.lists(client)

@@ -78,6 +78,7 @@ def _process_inputs(original: Callable[..., Any], self: Any, params: Any) -> Any
     if item_request is not None:
         prompt_tokens = len(request.prompt_embeds if request.prompt_token_ids is None else request.prompt_token_ids)
         with refusals(params):
+            item_request = front_end.pinned(item_request, request.prompt_token_ids or ())
             expecting = front_end.attach(item_request, request.sampling_params, prompt_tokens)
             setattr(request.sampling_params, answers.EXPECTED, lambda request: (expecting(request), told))
     return request
@@ -102,11 +103,13 @@ def _generate(
         params = http.with_item_set(sampling_params)
         if (item_request := asked(params)) is None:
             return original(sampling_params=params)
-    return _prepared(original, self, item_request, copy.copy(params), answers.noting(), priority=priority, **options)
+    tokens = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
+    prepare = partial(self.input_processor.static_front_end.prepare, item_request, tokens)
+    return _prepared(original, self, prepare, copy.copy(params), answers.noting(), priority=priority, **options)
 
 
 async def _prepared(
-    original: Callable[..., Any], client: Any, item_request: Any, params: Any, note: Callable[..., Any], **options: Any
+    original: Callable[..., Any], client: Any, prepare: Any, params: Any, note: Callable[..., Any], **options: Any
 ) -> Any:
     """Return the answers of a request, whose set or constraint is made first: for a large inline set it takes seconds.
     options: of the request, for a list after its thought."""
@@ -116,7 +119,7 @@ async def _prepared(
 
     follow(client)  # without a server nobody has begun to
     with refusals(params):
-        params = put(params, await client.input_processor.static_front_end.prepare(item_request))
+        params = put(params, await prepare())
     told: dict[int, Any] = {}
     setattr(params, answers.TOLD, told)
     async with aclosing(original(sampling_params=params)) as results:

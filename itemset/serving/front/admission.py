@@ -1,13 +1,15 @@
 """What every front end does with an item set: open the registered ones, build inline ones, refuse what cannot work."""
 
+import asyncio
 from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from itemset.errors import ItemSetError
 from itemset.serving.catalogue import Catalogue, InlineSet, Opened, RefusedError
 from itemset.serving.config import ModelLimits, StaticConfig, Words
-from itemset.serving.front.inline import Chosen, InlineTexts
+from itemset.serving.front.inline import Chosen, InlineTexts, Prompt
 from itemset.serving.front.request import ItemRequest
 from itemset.serving.warm_up import compile_beside
 from itemset.serving.wire import INLINE, name_of
@@ -33,7 +35,8 @@ class Checks:
         self.catalogue = Catalogue(config)
         self._tokenizer = tokenizer
         self._inline = InlineTexts(self.catalogue, config, self._tokenizer, words, limits, on_encoded)
-        self._selections = Chosen(self.catalogue, config, words)
+        self._selections = Chosen(self.catalogue, config, words, tokenizer)
+        self._threads = ThreadPoolExecutor(4, "item-filters")  # lists of keys wait for no filter, nor for an index
         self._model_print = ""
         for opened in self.catalogue.serving.values():
             try:
@@ -86,25 +89,25 @@ class Checks:
         sets = [f"{name} ({len(s):,} items)" for name, s in self.catalogue.registered.items()]
         return ", ".join(sets) or "none"
 
-    def made(self, asked: ItemRequest) -> InlineSet:
+    def made(self, asked: ItemRequest, prompt: Prompt | None = None) -> InlineSet:
         """Return the set of a request; of a registered one the version that is served now.
 
         Waits until texts are encoded and built, or filters applied, unless they were not long ago. Raises RefusedError,
-        or ItemSetError for what is wrong with an item.
+        or ItemSetError for what is wrong with an item. prompt: if known.
         """
         if isinstance(asked.made, InlineSet):
             return asked.made
         if asked.choice is not None:
             return self._inline.get(asked.choice, asked.escape)
-        reference = self.catalogue.reference(asked.item_set or "")
-        return self._selections.get(asked.selection, reference) if asked.chooses else self.catalogue.made(reference)
+        of = self.catalogue.reference(asked.item_set or "")
+        return self._selections.get(asked.selection, of, prompt) if asked.chooses else self.catalogue.made(of)
 
-    async def prepare(self, asked: ItemRequest) -> InlineSet:
+    async def prepare(self, asked: ItemRequest, prompt: Prompt | None = None) -> InlineSet:
         """Do `made` beside the event loop, of which it takes a millisecond. Encoding stops if nobody waits for it."""
         if asked.choice is not None:
             return await self._inline.prepare(asked.choice, asked.escape)
         if asked.chooses:
-            return await self._selections.prepare(asked.selection, self.catalogue.reference(asked.item_set or ""))
+            return await asyncio.get_running_loop().run_in_executor(self._threads, self.made, asked, prompt)
         return self.made(asked)
 
     def request(

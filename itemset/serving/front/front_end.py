@@ -19,9 +19,10 @@ from itemset.serving.constraint import Constraint
 from itemset.serving.front.admission import Checks
 from itemset.serving.front.answer_fields import Expected, ExpectedItems
 from itemset.serving.front.embedded_sets import Constraints
+from itemset.serving.front.inline import Prompt
 from itemset.serving.front.list_runner import OneRequest, search_for
 from itemset.serving.front.request import ItemRequest
-from itemset.serving.front.request_fields import ATTRIBUTES, LIST_AFTER, NO_ATTRIBUTES, ListOptions, wrong_type
+from itemset.serving.front.request_fields import ATTRIBUTES, LIST_AFTER, NO_ATTRIBUTES, PROMPT, ListOptions, wrong_type
 from itemset.serving.front.version_watcher import Follower, Send
 from itemset.serving.wire import INLINE, EngineRequest, HolesSpec, Tokens
 from itemset.text import encode
@@ -78,38 +79,43 @@ class FrontEndBase:
         self.follower = Follower(self.checks, self.config, send, path=path, logger=self.log)
         return self.follower
 
-    def pinned(self, asked: ItemRequest) -> ItemRequest | None:
+    def pinned(self, asked: ItemRequest, prompt: Prompt | None = None) -> ItemRequest | None:
         """Return the request with its set or constraint, whatever version is served later; None if no set stands in it.
 
-        Waits until it is made. Raises as `Checks.made` and `Constraints.get` do.
+        Waits until it is made. Without the `prompt`, a request that wants none of its items is only checked. Raises as
+        `Checks.made` and `Constraints.get` do.
         """
         if asked.made is not None:
             return asked
         given = asked.constraint
-        return self._with(asked, self.checks.made(asked) if given is None else self.constraints.get(*given))
+        made = self.checks.made(asked, prompt) if given is None else self.constraints.get(*given)
+        return self._with(asked, made, prompt)
 
-    async def prepare(self, asked: ItemRequest) -> ItemRequest | None:
+    async def prepare(self, asked: ItemRequest, prompt: Prompt | None = None) -> ItemRequest | None:
         """Do `pinned` beside the event loop. Encoding stops if this is cancelled and no other request waits for it."""
         if asked.made is not None:
             return asked
         given = asked.constraint
-        made = await (self.checks.prepare(asked) if given is None else self.constraints.prepare(*given))
-        return self._with(asked, made)
+        made = await (self.checks.prepare(asked, prompt) if given is None else self.constraints.prepare(*given))
+        return self._with(asked, made, prompt)
 
-    def _with(self, asked: ItemRequest, made: InlineSet | Constraint | None) -> ItemRequest | None:
+    def _with(self, asked: ItemRequest, made: InlineSet | Constraint | None, prompt: object) -> ItemRequest | None:
         """Return the request with what was made for it. Raises RefusedError for attributes that its sets have not."""
         if made is None:
             if asked.attributes:
                 raise wrong_type(NO_ATTRIBUTES, ATTRIBUTES)
             return None
-        names = asked.attributes or ()
-        if names:
+        names, quotas = asked.attributes or (), getattr(asked.several, "at_most", None) or ()
+        if names or quotas:
             schemas = [one.item_set.attribute_schema for one in (made.sets if isinstance(made, Constraint) else [made])]
             there = dict.fromkeys(name for schema in schemas for name in schema.names)
-            names = tuple(there) if names is True else names
-            if (missing := next((name for name in names if name not in there), None)) is not None or not there:
-                which = "no attribute" if missing is None else f"no attribute {shown(missing)}"
-                raise wrong_type(f"{ATTRIBUTES}: there is {which}: {known(schemas)}", ATTRIBUTES)
+            names = (*there,) or ("",) if names is True else names
+            for word, name in (*((ATTRIBUTES, name) for name in names), *(("at_most", name) for name in quotas)):
+                if name not in there:
+                    which = f"no attribute {shown(name)}" if name else "no attribute"
+                    raise wrong_type(f"{word}: there is {which}: {known(schemas)}", word)
+        if prompt is None and PROMPT in asked.selection:
+            return asked
         return replace(asked, made=made, marker=self._marker(asked.after), attributes=names)
 
     def _marker(self, after: str | bool) -> Tokens:
@@ -167,17 +173,19 @@ class FrontEndBase:
         made, placeholders, options = self.checks.made(asked), Tokens(), asked.several
         end_token = self._tokenizer.eos_token_id
         assert options is not None
+        listed = options
         if isinstance(options, ListOptions):
             most = min(self.config.ranked_list_limit, self.one_request.usual_beams(made.reference))
             options = options.with_beams(len(made.item_set), most)
-            placeholders = self._placeholders(made, options)
+            listed = options.with_quotas(len(made.item_set), most)
+            placeholders = self._placeholders(made, listed)
         after += len(placeholders)
         self.checks.request(made, prompt_tokens=prompt_tokens, min_tokens=0, stop_tokens=[end_token], after=after)
         item_set = made.item_set
         search = search_for(item_set, options, end_token=end_token, config=self.config, words=self.words)
         metrics.REQUESTS.labels(metrics.label(asked.item_set or INLINE)).inc()
         more: dict[str, Any] = {"placeholders": len(placeholders), "reasons": reasons}
-        spec = self.one_request.spec(options, made.reference, search, end_token, **more)
+        spec = self.one_request.spec(listed, made.reference, search, end_token, **more)
         carried = None if spec is None else EngineRequest(made.ref, spec)
         of_set = self.checks.catalogue.version_fields(made.reference)
         return ListJob(item_set, search, of_set, carried, placeholders, asked.names)

@@ -5,7 +5,7 @@ import hashlib
 import json
 import logging
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -16,18 +16,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from itemset.errors import ItemSetError
-from itemset.item_set import build
+from itemset.item_set import ItemSet, build
 from itemset.select.filters import check_size, digits
+from itemset.select.prompt_items import TextIndex, in_tokens
 from itemset.select.views import View, view, view_from_bytes
 from itemset.serving.catalogue import OVERHEAD, Catalogue, InlineSet, RefusedError
 from itemset.serving.config import ModelLimits, StaticConfig, Words
-from itemset.serving.front.request_fields import EXCLUDE, FILTER, ONLY
+from itemset.serving.front.request_fields import EXCLUDE, FILTER, ONLY, PROMPT
 from itemset.serving.wire import INLINE, part_reference
-from itemset.text import BATCH, Escape, encode, named
+from itemset.text import BATCH, Escape, decode, decoded, encode, named
 from itemset.trie.rows import MAX_ITEM_TOKENS, Rows
 
 logger = logging.getLogger(__name__)
 
+Prompt = str | Sequence[int]
+"""A text or its tokens; empty if it has neither."""
 Steps = Generator[int, None, InlineSet]
 """A list's work: yields the cost of each slice when it is done, and returns the set."""
 
@@ -37,7 +40,6 @@ ITEM_TEXT_LIMIT = 1 << 17
 SLICE_TEXTS, SLICE_CHARACTERS = 1_000, 50_000  # encoded at once, in some 10 ms
 TEXT_COST = 16  # what a text costs beside its characters, in characters
 KEY_CHARACTERS = 100  # that a key may have if there are as many keys as the limit allows
-_FILTERS = 2  # so that no request with a list of keys waits for another's filter
 FEW_TEXTS, FEW_CHARACTERS = 5_000, 500_000  # recognised within a millisecond
 
 
@@ -257,22 +259,22 @@ def _slices(texts: list[str]) -> Iterator[tuple[int, list[str]]]:
 class Chosen:
     """Makes the selections of one front end, unless it has them. Safe for threads."""
 
-    def __init__(self, catalogue: Catalogue, config: StaticConfig, words: Words) -> None:
+    def __init__(self, catalogue: Catalogue, config: StaticConfig, words: Words, tokenizer: Any = None) -> None:
         self._catalogue, self._limit, self._words = catalogue, config.item_key_limit, words
-        self._threads = ThreadPoolExecutor(_FILTERS, "item-filters")
+        self._tokenizer, self._indexing = tokenizer, threading.Lock()
+        self._codes = np.array([*getattr(tokenizer, "get_added_vocab", dict)().values()], np.int64)
 
-    async def prepare(self, selection: Mapping[str, Any], of: str) -> InlineSet:
-        """Do `get` beside the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self.get, selection, of)
-
-    def get(self, selection: Mapping[str, Any], of: str) -> InlineSet:
+    def get(self, selection: Mapping[str, Any], of: str, prompt: Prompt | None = None) -> InlineSet:
         """Return what a request's selection leaves of a registered set.
 
-        of: the set's reference. Raises RefusedError with the field: a list over the limit, and as `views.view` does.
+        of: the set's reference. prompt: if known. Raises RefusedError with the field: a list over the limit, a prompt
+        that is empty, and as `views.view` does.
         """
         lists = {word: selection[word] for word in (EXCLUDE, ONLY) if word in selection}
         for word, keys in lists.items():
             self._check_size(word, keys)
+        if PROMPT in selection and prompt is not None and (held := self._held(of, prompt)):
+            lists = {PROMPT: held, **lists}
         whole = self._catalogue.made(of)
         if FILTER in selection:
             whole = self._filtered(selection[FILTER], whole)
@@ -282,7 +284,7 @@ class Chosen:
         seen = whole.item_set
         for word, keys in lists.items():
             with _naming(word):
-                seen = view(seen, **{word: keys})
+                seen = view(seen, **{EXCLUDE if word == PROMPT else word: keys})
         if seen is whole.item_set:  # exclusions that the set has not
             return whole
         index = seen.to_bytes()
@@ -308,6 +310,29 @@ class Chosen:
                 f"{self._words.option('item_key_limit')}",
                 word,
             )
+
+    def _held(self, of: str, prompt: Prompt) -> list[int | str]:
+        """Return all keys of the items that a prompt holds. Items are texts, whose tokens depend on what stands beside
+        them; or codes, if the set knows no tokenizer, or has only tokens that were added to one."""
+        if not isinstance(prompt, str) and not len(prompt):
+            message = f"{PROMPT} reads a prompt's text or tokens, and embeddings are neither: send keys as {EXCLUDE}"
+            raise RefusedError("filter", message, PROMPT)
+        whole, tokenizer = self._catalogue[of], self._tokenizer
+        if whole.tokenizer is None or np.isin(whole.token_ids, self._codes).all():
+            numbers = in_tokens(whole, tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+        else:
+            text = prompt if isinstance(prompt, str) else decode(list(prompt), tokenizer)
+            numbers = self._texts(of, whole).numbers_in(text)
+        return sorted({key for keys in whole._keys.every(numbers) for key in keys})
+
+    def _texts(self, of: str, whole: ItemSet) -> TextIndex:
+        """Return what finds a set's texts: made once a version, then cached and counted as inline sets are."""
+        own = part_reference("texts", of)
+        with self._indexing:
+            if (kept := self._catalogue.inline(own)) is None or (texts := kept.texts) is None:
+                texts = TextIndex(whole, lambda rows: decoded(rows, self._tokenizer))
+                self._catalogue.keep(InlineSet(own, whole, nbytes=texts.nbytes + OVERHEAD, texts=texts))
+            return texts
 
     def _filtered(self, query: Any, whole: InlineSet) -> InlineSet:
         with _naming(FILTER):
@@ -342,4 +367,4 @@ def _naming(word: str) -> Iterator[None]:
     try:
         yield
     except ItemSetError as error:
-        raise RefusedError("filter", f"{word}: {error}", word) from error
+        raise RefusedError("filter", f"{word}: {str(error).replace(EXCLUDE, word)}", word) from error

@@ -15,6 +15,7 @@ import msgspec
 from itemset.item_set import ItemSet
 from itemset.ranking.exact_sampling import CutOffError, Drawing
 from itemset.ranking.importance import Importance
+from itemset.ranking.quotas import QuotaSearch
 from itemset.ranking.scored_tree import Answer, Pass
 from itemset.ranking.search import Found, Item, Rounds, Search, Width, described, ordered, widest
 from itemset.serving import metrics
@@ -58,7 +59,10 @@ def search_for(
     most, given = max(1, most), msgspec.structs.asdict(options)
     if isinstance(options, ListOptions):
         scored_end = None if given.pop("without_end") else end_token
-        return Search(item_set, given.pop("n"), end_token=scored_end, proof_passes=most, **given)
+        given |= {"k": given.pop("n"), "end_token": scored_end, "proof_passes": most}
+        if at_most := given.pop("at_most"):
+            return QuotaSearch(item_set, at_most=at_most, most=limit, **given)
+        return Search(item_set, **given)
     n, passes = options.n, options.max_passes or most
     if options.draw == IMPORTANCE:
         common: dict[str, Any] = {"end_token": end_token, "seed": options.seed, "max_passes": passes}
@@ -183,6 +187,9 @@ class OneRequest:
             way = metrics.UNDECIDED if made is None else way
         elif reason is None and any(result.items):
             made = Found(ordered(result.items[0]), result.passes, result.rounds, proven=result.proven)
+            if isinstance(search, QuotaSearch):
+                search.begin_with(made)
+                made = None  # it chooses on a thread
         else:
             reason = reason or NoList.HOST_PATH
             way = result.detail if result.detail and reason.scope == "engine" else reason.value

@@ -113,7 +113,7 @@ def mends(choice: str, drawing: str) -> dict[str, str]:
         REFERENCE: "name the item set in item_set, beside the other fields",
         **dict.fromkeys((CHOICE, STRUCTURED, GUIDED), f"send the texts as {choice}"),
         request_fields.SLATE: "send slate beside the other fields",
-        **dict.fromkeys(request_fields.SELECTION, "send item_filter, exclude_keys and only_keys beside item_set"),
+        **dict.fromkeys(request_fields.SELECTION, f"send {', '.join(request_fields.SELECTION)} beside item_set"),
         **dict.fromkeys((request_fields.DRAWS, request_fields.DRAW), f"send draws beside item_set to {drawing}"),
         **{word: f"send {word} beside item_set" for word in request_fields.OF_ANSWERS},
         request_fields.LIST_AFTER: f"send {request_fields.LIST_AFTER} beside item_set to {drawing}",

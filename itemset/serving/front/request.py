@@ -99,6 +99,7 @@ class ItemRequest:
             raise wrong_type(fields.NO_ATTRIBUTES, fields.ATTRIBUTES)
         selection = {word: given[word] for word in fields.SELECTION if given.get(word) is not None}
         _check_selection(selection, named, choices)
+        selection = {word: value for word, value in selection.items() if value is not False}
         if not has_set:
             if draws and drawn:
                 raise wrong_type(f"{DRAWS} draws items of a set: name the set as {REFERENCE}", DRAWS)
@@ -180,6 +181,9 @@ def _weighed(given: Mapping[str, Any], has_set: bool, *, ranked: bool) -> str:
     return words[0] if words else ""
 
 
+_OF_SELECTION = {fields.FILTER: (dict, "an object of conditions"), fields.PROMPT: (bool, "true or false")}
+
+
 def _check_selection(selection: Mapping[str, Any], named: Sequence[Any], choices: Sequence[Any]) -> None:
     for word, value in selection.items():
         if not named:
@@ -187,7 +191,7 @@ def _check_selection(selection: Mapping[str, Any], named: Sequence[Any], choices
             raise wrong_type(
                 f"{word} chooses among the items of a registered set: name the set as {REFERENCE}{mend}", word
             )
-        kind, example = (dict, "an object of conditions") if word == fields.FILTER else (list, "a list of keys")
+        kind, example = _OF_SELECTION.get(word, (list, "a list of keys"))
         if not isinstance(value, kind):
             raise wrong_type(f"{word} must be {example}, not {shown(value)}", word)
 
@@ -217,7 +221,8 @@ def _refuse_beside_slate(given: Mapping[str, Any], other: bool, *, ranked: bool)
         raise RefusedError("beam search", message, SLATE)
     for word in fields.SELECTION:
         if given.get(word) is not None:
-            raise wrong_type(f"{word} would be ignored beside a slate: state it in the slate", word)
+            mend = "omit it" if word == fields.PROMPT else "state it in the slate"
+            raise wrong_type(f"{word} would be ignored beside a slate: {mend}", word)
     check_options(given, ranked=False)
 
 

@@ -17,7 +17,7 @@ SLATE = "slate"
 """Several distinct items in one answer: see `itemset.embedded.rewrite.Marker.slate`."""
 CHOICE, STRUCTURED, GUIDED = "choice", "structured_outputs", "guided_choice"
 """The inline list, the field that vLLM has it in, and its older word for it."""
-FILTER, EXCLUDE, ONLY = SELECTION = ("item_filter", "exclude_keys", "only_keys")
+FILTER, EXCLUDE, ONLY, PROMPT = SELECTION = ("item_filter", "exclude_keys", "only_keys", "exclude_prompt")
 """What chooses among the items of a registered set: see `itemset.select.views.view`."""
 ELSEWHERE = {"filter": FILTER, "where": FILTER, "exclude": EXCLUDE, "only": ONLY, "candidates": ONLY}
 """What others call these. A server would drop such a field, and answer of all items."""
@@ -159,6 +159,8 @@ _Flag = Annotated[bool, Meta(description="true or false")]
 _Count = Annotated[int, Meta(ge=1)]
 _Widths = Annotated[tuple[_Count, ...], Meta(min_length=1, max_length=64)]
 _WIDTH = "a number of beams, at least 1, or a list of such numbers: of each level"
+_Quotas = Annotated[dict[str, _Count], Meta(min_length=1, max_length=8)]
+_QUOTAS = 'an object of at most 8 attributes and numbers of items, at least 1, such as {"brand": 2}'
 _Seed = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 _fields_of = functools.cache(msgspec.structs.fields)  # which reads annotations, for half a millisecond
 
@@ -197,6 +199,7 @@ class ListOptions(_Options, frozen=True):
     renormalised: _Flag = False
     max_passes: Annotated[_Count | None, _number("forward passes")] = None
     without_end: _Flag = False
+    at_most: Annotated[_Quotas | None, Meta(description=_QUOTAS)] = None
 
     def __post_init__(self) -> None:
         """Raises RefusedError for a value of another type, or a beam too narrow for `n` items."""
@@ -211,6 +214,14 @@ class ListOptions(_Options, frozen=True):
         if self.width is not None or self.exact or self.max_passes is not None:
             return self
         return msgspec.structs.replace(self, width=max(self.n, min(USUAL_BEAMS, items, most)))
+
+    def with_quotas(self, items: int, most: int) -> Self:
+        """Return the options of the longer list that an engine makes, out of which `at_most` chooses."""
+        if not self.at_most:
+            return self
+        n = max(self.n, min(max(USUAL_BEAMS, 4 * self.n), items, most))
+        *levels, last = [self.beam] if isinstance(self.beam, int) else self.beam
+        return msgspec.structs.replace(self, n=n, width=(*levels, max(last, n)) if levels else max(last, n))
 
     @property
     def beam(self) -> int | tuple[int, ...]:

@@ -130,7 +130,4 @@ if __name__ == "__main__":
     given = arguments.parse_args()
     report, name = Report(given), "waits" if find_spec("vllm") else "sglang"
     with tempfile.TemporaryDirectory() as folder:
-        report.add(
-            "waits" if find_spec("vllm") else "sglang",
-            list(steps(given.model.resolve(), list(given.parts), Path(folder))),
-        )
+        report.add(name, list(steps(given.model.resolve(), list(given.parts), Path(folder))))

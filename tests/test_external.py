@@ -344,8 +344,8 @@ def test_the_bar_tells_stage_share_and_time_left(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(
     ("stages", "shares", "said"),
-    [(["encoding"], [0.0, 0.25, 1.0], ["encoding 25%", "encoding 100%"]), (["sorting", "writing"], [1.0], 2 * ["100%"]),
-     (["merging"], [0.0], []), ([], [0.5], [])],
+    [(["encoding"], [0.0, 0.25, 0.5, 1.0], ["encoding 25%", "encoding 50%"]), (["merging"], [0.0, 1.0], []),
+     (["sorting", "writing"], [0.5], 2 * ["50%"]), ([], [0.5], [])],
 )  # fmt: skip
 def test_a_build_without_a_terminal_says_lines(
     stages: list[str], shares: list[float], said: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any

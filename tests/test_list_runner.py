@@ -133,6 +133,7 @@ def test_long_lists_say_why_once(monkeypatch, k, options):
     engine = Engine(seats=64)
 
     async def lists() -> None:
+        monkeypatch.setattr(list_runner, "LONG", 1e9)
         await engine.run("short", k, **options)
         assert engine.told == []
         monkeypatch.setattr(list_runner, "LONG", 0.0)

@@ -30,7 +30,7 @@ def build_bar() -> Iterator[Callable[[str, float], None]]:
                 bar.reset()
                 bar.set_description_str(stage)
             bar.update(max(0.0, min(share, 1.0) - bar.n))
-            if bar.disable and share and now - said >= EVERY:
+            if bar.disable and 0 < share < 1 and now - said >= EVERY:
                 said, left = now, (now - began) * (1 - share) / share
                 print(f"itemset: {stage} {share:.0%}, about {left:.0f} s left", file=sys.stderr, flush=True)
 

@@ -63,6 +63,8 @@ import itemset
 from itemset import view
 from itemset.embedded.holes import Items
 from itemset.masking import host
+from itemset.ranking.exact_sampling import Drawing
+from itemset.ranking.search import Search
 from itemset.serving.catalogue import InlineSet
 from itemset.serving.warm_up import compile_all
 from itemset.trie.validate import check_items
@@ -87,7 +89,15 @@ for top in (300, 70_000):
             inline = InlineSet.from_index("", itemset.build(items[::-1]).to_bytes(), token_ids=True).item_set
             few = {"n": {"$lt": 200}}
             views = [view(whole, few), view(whole, exclude_keys=keys[20:30]), view(whole, only_keys=keys[5:20])]
-            for one in (whole, inline, *views, view(whole, few, exclude_keys=keys[20:30])):
+            steered = [view(whole, few, boost={"n": 0.1}), view(whole, exclude_keys=keys[20:30], boost_keys={keys[5]: 1})]
+            for one in (whole, inline, *views, view(whole, few, exclude_keys=keys[20:30]), *steered):
+                for search in (
+                    Search(one, 2, width=2, end_token=1, normalise_length=0.5),
+                    Drawing(one, 2, end_token=1, seed=0, temperature=2.0),
+                ):
+                    while passes := search.passes:
+                        search.take([(np.full(len(p.tokens) - p.known, -2.0), np.full(len(p.after), -2.0)) for p in passes])
+                    _ = search.result
                 states, row = [host.HostState(one, [1]) for _ in range(2)], np.zeros((2, 4), np.int32)
                 host.fill_bitmasks(states, [0, 0], [0, 1], row)
                 states[0].accept(items[10])
@@ -106,6 +116,6 @@ def test_no_request_compiles_anything() -> None:
     """Sets from files and from requests, and what is left of them: every form that a server meets once it is ready."""
     done = subprocess.run([sys.executable, "-c", SERVED], capture_output=True, text=True, check=True)
     asked, compiled, more = done.stdout.split(maxsplit=2)
-    assert int(asked) == 48
+    assert int(asked) == 64
     assert int(compiled) > 30
     assert more.strip() == "[]"

@@ -104,6 +104,8 @@ def _run_all() -> None:
                 one.find([token])
         in_tokens(opened, [3])
         _rank(opened)
+        _rank(view(opened, boost={"n": 1.0}))
+        _rank(view(opened, boost_keys={numbers[0]: 1.0}))
 
 
 def _build(high: int) -> None:
@@ -120,12 +122,15 @@ def _rank(item_set: Any) -> None:
     searches: list[Rounds] = [
         Search(item_set, 2, width=2, end_token=0),
         Search(item_set, 2, width=2, end_token=0, renormalised=True),
+        Search(item_set, 2, width=2, end_token=0, normalise_length=0.5),
         Drawing(item_set, 2, end_token=0, seed=0),
+        Drawing(item_set, 2, end_token=0, seed=0, temperature=2.0),
         Importance(item_set, 2, end_token=0, candidates=2, seed=0),
     ]
     for search in searches:
         while passes := search.passes:
             search.take([(np.full(len(p.tokens) - p.known, -2.0), np.full(len(p.after), -2.0)) for p in passes])
+        _ = search.result
 
 
 if __name__ == "__main__":

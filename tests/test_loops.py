@@ -89,14 +89,16 @@ for top in (300, 70_000):
             inline = InlineSet.from_index("", itemset.build(items[::-1]).to_bytes(), token_ids=True).item_set
             few = {"n": {"$lt": 200}}
             views = [view(whole, few), view(whole, exclude_keys=keys[20:30]), view(whole, only_keys=keys[5:20])]
-            steered = [view(whole, few, boost={"n": 0.1}), view(whole, exclude_keys=keys[20:30], boost_keys={keys[5]: 1})]
+            some = view(whole, exclude_keys=keys[20:30], boost_keys={keys[5]: 1})
+            steered = [view(whole, few, boost={"n": 0.1}), some]
             for one in (whole, inline, *views, view(whole, few, exclude_keys=keys[20:30]), *steered):
                 for search in (
                     Search(one, 2, width=2, end_token=1, normalise_length=0.5),
                     Drawing(one, 2, end_token=1, seed=0, temperature=2.0),
                 ):
                     while passes := search.passes:
-                        search.take([(np.full(len(p.tokens) - p.known, -2.0), np.full(len(p.after), -2.0)) for p in passes])
+                        runs, after = [len(p.tokens) - p.known for p in passes], [len(p.after) for p in passes]
+                        search.take([(np.full(a, -2.0), np.full(b, -2.0)) for a, b in zip(runs, after)])
                     _ = search.result
                 states, row = [host.HostState(one, [1]) for _ in range(2)], np.zeros((2, 4), np.int32)
                 host.fill_bitmasks(states, [0, 0], [0, 1], row)

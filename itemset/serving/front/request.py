@@ -76,7 +76,7 @@ class ItemRequest:
     @property
     def boost_scale(self) -> float:
         """Return what the potentials of its set, which serve all weights of one attribute, are to be multiplied by."""
-        has_one = fields.BOOST in self.selection and fields.BOOST_KEYS not in self.selection
+        has_one = fields.BOOST in self.selection and not self.selection.get(fields.BOOST_KEYS)
         return parted(self.selection[fields.BOOST])[1] if has_one else 1.0
 
     @property

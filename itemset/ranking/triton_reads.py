@@ -69,7 +69,7 @@ def boost_of(words, sets, state, entry, boost, above, inside):
 
     state: of the set. entry: int64, edges or DEAD_NODE + nodes. boost: what they are multiplied by, as bits of float64.
     """
-    own = above
+    own = above + (entry * 0).to(tl.float64)  # of the shape of the entries
     scale = boost.to(tl.float64, bitcast=True)
     if scale != 0.0:
         row = tables.set_row(sets, state)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from itemset.errors import AGAIN, ItemSetError
@@ -77,7 +78,10 @@ def from_index(header: Header, arrays: dict[str, NDArray[Any]], *, name: str, ch
     try:
         sections = {field: arrays[field] for field in SECTIONS}
         far_block = far_block_of(sections["targets"], sections["tail_base"], header.tail_tokens)
-        sections["potential"] = arrays.get("potential", NONE)  # of a steered one, which no file holds
+        sections["potential"] = one = arrays.get("potential", NONE)  # of a small set that came with a request
+        places = len(sections["labels"]) + 1, len(sections["labels"]) + len(sections["row_offsets"]) - 1
+        if len(one) and (one.dtype != np.uint32 or len(one) not in places):
+            raise ValueError("its potentials do not fit its edges")
         tables = Tables(**sections, alive=NONE, dead=NONE, token_bits=header.token_bits, far_block=far_block)
         extent = header.items, header.shortest, header.longest
         trie = Trie(tables, *extent, header.level_nodes, header.level_edges, header.tail_tokens)

@@ -45,6 +45,7 @@ def table(section: str, *cells: Cell) -> list[Cell]:
 
 SET = {"item_set": "titles"}
 SOME = {"item_filter": {"place": {"$gte": 12}}, "exclude_keys": KEYS[17:]}
+STEERED = "`boost`, `boost_keys`, `normalise_length`"
 UNSEEN = SET | {"exclude_prompt": True}
 SEEN = f"I saw {'; '.join(TITLES[:7]).upper()}, and {TITLES[7]}."
 LIST = SET | {"use_beam_search": True, "n": 4}
@@ -203,6 +204,9 @@ CELLS = [
                 ("`renormalised: true`", {"renormalised": True}, ranked(4, shares=True)),
                 ("`without_end: true`", {"without_end": True}, ranked(4)),
                 ('`at_most: {"brand": 2}`', {"at_most": {"place": 1}}, ranked(4)),
+                (STEERED, {"boost": {"place": 0.5}}, ranked(4)),
+                (STEERED, {"boost_keys": {KEYS[3]: 2.5}}, ranked(4)),
+                (STEERED, {"normalise_length": 1}, ranked(4)),
             )
             for words, ways, engines in (
                 (LIST, OPENAI, "vllm sglang"),
@@ -259,6 +263,8 @@ CELLS = [
             Cell(row, DRAWS | option, check, f"{OPENAI} generate {NATIVE}")
             for row, option, check in (
                 ("`draws: n`", {}, drawn(3)),
+                ("`boost`, `boost_keys`", {"boost": {"place": 0.5}}, drawn(3)),
+                ("`boost`, `boost_keys`", {"boost_keys": {KEYS[3]: 2.5}, "temperature": 1.5}, drawn(3)),
                 ("`replace: false`", {"replace": False}, drawn(3, distinct=True)),
                 ("`seed: N`", {"seed": 3}, drawn(3)),
                 ("`max_passes: N`", {"max_passes": 9_000}, drawn(3)),

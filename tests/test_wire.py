@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 import itemset
@@ -20,6 +21,8 @@ from itemset.masking.arena import Arena, arena_bytes, room_for
 from itemset.serving.catalogue import Catalogue, InlineSet
 from itemset.serving.config import StaticConfig, Words
 from itemset.serving.front.inline import Chosen
+from itemset.serving.front.request import ItemRequest
+from itemset.serving.front.request_fields import DrawOptions
 from itemset.serving.wire import EngineRequest, HolesSpec, ListResult, ListSpec, NoList, SetRef, name_of, read
 
 ITEMS = [[1, 2], [3], [1, 2], [4, 5, 6], [4, 5, 7], [8]]
@@ -31,10 +34,10 @@ class Process:
 
     def __init__(self, config: StaticConfig) -> None:
         self.catalogue = Catalogue(config)
-        self._chosen = Chosen(self.catalogue, config, Words("", "", "", ""))
+        self.chosen = Chosen(self.catalogue, config, Words("", "", "", ""))
 
     def get(self, name: str = "films", **selection: Any) -> InlineSet:
-        return self._chosen.get(selection, self.catalogue.reference(name))
+        return self.chosen.get(selection, self.catalogue.reference(name))
 
     def ref(self, name: str = "films", **selection: Any) -> SetRef:
         made = self.get(name, **selection)  # which a request holds until it is sent
@@ -101,6 +104,42 @@ def test_what_arrives_is_what_was_sent(config: StaticConfig) -> None:
             arena.place(at_worker, resident.number, resident.start, resident.below)
             assert arena.holds(made.digest, resident.number, resident.start)
             assert all(arena.view(number) is not None for number, _ in resident.below[1:])
+
+
+BOOSTS: list[dict[str, Any]] = [
+    {"boost": {"year": 0.5}},
+    {"boost_keys": {"c": 1.5, "e": -2, "nobody": 1}},
+    {"boost": {"year": -1, "day": 0.01}, "boost_keys": {"b": 3}},
+]
+
+
+@pytest.mark.parametrize("temperature", [1, 2])
+@pytest.mark.parametrize("boosts", BOOSTS)
+def test_a_steered_set_arrives_as_it_was_made(config: StaticConfig, boosts: dict[str, Any], temperature: float) -> None:
+    """With its boosts, and with all that a filter and keys leave of it: in an engine, and in a worker's arena."""
+    front, engine = Process(config), Catalogue(config)
+    arena = Arena(arena_bytes(engine.registered.values(), 50 * room_for(engine.registered["films"])))
+    arena.acquire(engine.registered["films"])
+    digests = set[str]()
+    for selection in ({}, *(request for request, _ in REQUESTS)):
+        asked = ItemRequest("films", None, DrawOptions(2, temperature=temperature), selection | boosts)
+        made = front.get(**asked.selection)
+        if temperature > 1:
+            made = front.chosen.tempered(made, asked)
+        found = engine.receive(made.ref, keep=False).item_set
+        assert sorted(found.items()) == sorted(made.item_set.items())
+        assert found.digest == made.item_set.digest
+        items = sorted(found.items())
+        np.testing.assert_array_equal(found.boosts_of(items), made.item_set.boosts_of(items))
+        assert found.boosts_of(items).any() or selection
+        deep, below = 0, found
+        while below.base is not None:
+            deep, below = deep + 1, below.base
+        assert deep <= 2  # `Arena.use` knows no more
+        number = arena.acquire(found)
+        assert arena.most_boost(number) == made.item_set.most_boost or not made.item_set.is_steered
+        digests.add(found.digest)
+    assert len(digests) >= 8
 
 
 def test_a_filter_travels_as_a_digest_and_bits(config: StaticConfig) -> None:

@@ -99,7 +99,9 @@ def command_of(args: argparse.Namespace, more: Sequence[str]) -> tuple[list[str]
     if not any(found for pattern in ("nvidia[0-9]*", "kfd", "dxg") for found in Path("/dev").glob(pattern)):
         given += _ON_CPU[engine]
         environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-        if engine == "vllm" and "--dtype" not in more and _CPU.exists() and "bf16" not in _CPU.read_text():
+        quantised = re.search("awq|gptq|int4|int8|fp8", args.model, re.IGNORECASE)  # whose kernels take other types
+        emulated = engine == "vllm" and _CPU.exists() and "bf16" not in _CPU.read_text()
+        if emulated and "--dtype" not in more and not quantised:
             given += ["--dtype", "float32"]  # most models have bfloat16, which takes five times as long there
     return [sys.executable, *given, *more], environment, f"http://localhost:{args.port or port}/v1", name
 

@@ -122,7 +122,7 @@ class DraftHead(nn.Module):
     @torch.no_grad()
     def beams(
         self, arena: Arena, numbers: Sequence[int], plan: LevelPlan, hidden: Tensor, *, width: Width, k: int,
-        renormalised: bool = False,
+        renormalised: bool = False, boost: float = 1.0,
     ) -> Beams:  # fmt: skip
         """Return the beams of some lists at their end: `Beams.found` has the items, each one of its list's set.
 
@@ -130,7 +130,7 @@ class DraftHead(nn.Module):
         end costs nothing. Items with other tokens are not found, nor longer ones. Nothing is read back.
 
         hidden: [lists, L + 1, d] of any floating dtype, on the arena's device. numbers: the set of each list, as the
-        arena numbers it. plan: of that set, or of all. renormalised: as for `Beams`.
+        arena numbers it. plan: of that set, or of all. renormalised, boost: as for `Beams`.
         Raises ValueError for another shape, and as `Beams` does.
         """
         shape = (len(numbers), self.levels + 1, self.hidden_size)
@@ -138,7 +138,7 @@ class DraftHead(nn.Module):
             raise ValueError(f"hidden states of shape {tuple(hidden.shape)}: {self.name} takes {shape} for these lists")
         beams = Beams(
             arena, numbers, plan, width=width, k=k, end_token=None, renormalised=renormalised,
-            stepwise=not renormalised, longest=None if renormalised else self.levels,
+            stepwise=not renormalised, longest=None if renormalised else self.levels, boost=boost,
         )  # fmt: skip
         hidden = hidden.to(next(self.parameters()).dtype)
         states = hidden[:, :1]

@@ -103,7 +103,7 @@ class Beams:
         self.queries, self.rows, self.riding, self.taken = 1, 1, 0, 0
         end_token, keys = options["end_token"], options.get("keys")
         self._plan, self._renormalised = plan, options.get("renormalised", False)
-        boosts, length = [arena.most_boost(number) for number in numbers], options.get("normalise_length", 0.0)
+        boosts, length = [arena.most_boost(number) for number in numbers], float(options.get("normalise_length", 0.0))
         boost = options.get("boost", 1.0) * any(one is not None for one in boosts)
         self._races = keys is not None
         self._rules = Rules(

@@ -151,7 +151,8 @@ def _ended(sets, logits, strides, columns, table, tokens, bars, end_token, sums,
             at, tail, log = one * strides[0] + beam * strides[1], table[form.TAIL, one, beam], logs[one, beam]
             above = own = boosts[one, beam]
             state = table[STATE, one, beam] & LOCAL
-            if boost and state < WAITING:  # an item that ends at a node has its own; another one has its last edge's
+            # An item that ends at a node has a boost of its own; another one has its last edge's.
+            if boost and state < WAITING and is_terminal(tables, state):
                 own = boost * potential_of(tables, TERMINAL + state)
             clock, key, total, nearest = -scores[one, beam], np.uint64(table[form.KEY, one, beam]), 0.0, math.inf
             steps = tail + (end_token >= 0)

@@ -78,7 +78,10 @@ class Drawing(Rounds):
             if item_set.temperature != temperature:
                 item_set = tempered(item_set, temperature, options.get("boost", 1.0))
             boost = 1.0
-        tree = ScoredTree(item_set, end_token=end_token, power=1 / temperature, boost=boost)
+        # Where potentials count items that are left out, they may fall within certain tokens: beams see that there.
+        tables = item_set.trie.tables
+        loose = item_set.is_steered and bool(len(tables.dead) or len(tables.boosted))
+        tree = ScoredTree(item_set, end_token=end_token, power=1 / temperature, boost=boost, forced=not loose)
         super().__init__(tree, options.get("max_passes"))
         races, self._k = (n, 1) if options.get("replace", True) else (1, n)
         self._keys = np.random.SeedSequence(options.get("seed")).generate_state(races, "u8")

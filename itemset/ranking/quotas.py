@@ -39,15 +39,18 @@ class QuotaSearch(Search):
         super().__init__(item_set, max(k, min(most, len(item_set))), width=width or k, exact=True, **options)
         self._of, self._wanted, self._at_most, self._proves = item_set, k, at_most, exact
         self._made: Found | None = None
+        self._before = 0, 0  # passes and rounds of what an engine has made
 
     def begin_with(self, made: Found) -> None:
         """Take a list that an engine has made: the search goes on only if too few of that pass."""
-        self._made, self._taken, self._rounds = made, made.passes, made.rounds
+        self._made, self._before = made, (made.passes, made.rounds)
 
     @property
     def result(self) -> Found:
         """Return the result so far."""
         found = self._made or super().result
+        if self._made is None:
+            found = found._replace(passes=found.passes + self._before[0], rounds=found.rounds + self._before[1])
         places = within(self._of, [item.tokens for item in found.items], self._at_most, self._wanted)
         full, items = len(places) == self._wanted, [found.items[i] for i in places]
         proven = found.proven and (full or len(found.items) == len(self._of))

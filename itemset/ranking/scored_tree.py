@@ -86,7 +86,7 @@ class ScoredTree:
         longest item below it.
         """
         self._item_set, self.boost = item_set, boost * item_set.is_steered
-        self._tables, self._power, self.length = item_set.trie.tables, power, normalise_length
+        self._tables, self._power, self.length = item_set.trie.tables, power, float(normalise_length)
         self._end = -1 if end_token is None else end_token
         self._renormalised, self._forced = renormalised, forced
         root = self.boost * item_set.most_boost if self.boost else 0.0

@@ -109,8 +109,8 @@ def merge(now: Pass, ends: Tensor, done: Rows | None, riding: int) -> tuple[Item
 
 def _arguments(now: Pass) -> dict[str, Any]:
     logits, items = now.logits, now.items
-    # Of 0 Triton would make an int32: the bits of -0.0 need 64.
-    weights = [weight or -0.0 for weight in now.rules[-4:]]
+    # Of 0, and of next to nothing, Triton would make an int32: the bits of -0.0 need 64.
+    weights = [weight if weight > 1e-300 else -0.0 for weight in now.rules[-4:]]
     floats = zip(("power", "boost", "length", "norm"), struct.unpack("<4q", struct.pack("<4d", *weights)), strict=True)
     names = ("list_stride", "row_stride", "query_stride", "vocabulary", "lists", "count", "queries", "width", "k")
     vocabulary = logits.shape[3] if now.columns is None else len(now.columns)
@@ -210,7 +210,7 @@ def ended_kernel(
     above = reads.float_of(table, reads.BOOST, plane, beam, True)
     # An item that ends at a node has a boost of its own; another one has its last edge's.
     local = state & tables.LOCAL
-    own = reads.boost_of(words, sets, state, local + tables.DEAD_NODE, boost, above, live & (local < tables.WAITING))
+    own = reads.boost_of(words, sets, state, local + tables.DEAD_NODE, boost, above, may_end & (local < tables.WAITING))
     if RACES:
         power = power.to(tl.float64, bitcast=True)
         key = reads.int_of(table, reads.KEY, plane, beam, True)

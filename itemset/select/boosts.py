@@ -28,7 +28,6 @@ def parted(boost: Mapping[str, Any]) -> tuple[dict[str, float], float]:
     weights = {name: _number(weight, f"the weight of {shown(name)}") for name, weight in boost.items()}
     if len(weights) > MOST_ATTRIBUTES:
         raise ItemSetError(f"{len(weights)} attributes are more than {MOST_ATTRIBUTES}: boost by fewer")
-    weights = {name: weight for name, weight in weights.items() if weight}
     if len(weights) != 1:
         return weights, 1.0
     ((name, weight),) = weights.items()
@@ -63,7 +62,7 @@ def of_keys(item_set: ItemSet, boost: Mapping[str, Any]) -> NDArray[np.float64]:
         if at is not None:
             column = column.take(pa.array(at))
         parts.append(_number(weight, f"the weight of {shown(name)}") * _numbers(column, label))
-    return sum(parts[1:], parts[0])
+    return sum(parts[1:], parts[0]) if parts else np.zeros(len(item_set.keys))
 
 
 def _numbers(column: pa.ChunkedArray, label: str) -> NDArray[np.float64]:
@@ -73,7 +72,7 @@ def _numbers(column: pa.ChunkedArray, label: str) -> NDArray[np.float64]:
         column = column.cast(pa.date32()).cast(pa.int32())
     elif label == "timestamp":
         unit, column = _DAY[column.type.unit], column.cast(pa.int64())
-    numbers: NDArray[np.float64] = pc.fill_null(column.cast(pa.float64()), 0.0).to_numpy()
+    numbers: NDArray[np.float64] = pc.fill_null(column.cast(pa.float64(), safe=False), 0.0).to_numpy()
     if np.isnan(numbers).any():
         numbers = np.nan_to_num(numbers, posinf=np.inf, neginf=-np.inf)
     return numbers / unit if unit != 1 else numbers
@@ -101,6 +100,6 @@ def by_place(item_set: ItemSet, boost_keys: Mapping[Any, Any]) -> tuple[NDArray[
 
 
 def _number(value: Any, what: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < math.inf:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e300:
         raise ItemSetError(f"{what} is {shown(value)}: give a number such as 0.3")
     return float(value)

@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
 from itemset.trie.keys import Keys
 from itemset.trie.pointers import compiled
@@ -16,6 +17,7 @@ from itemset.trie.walk import DEAD, advance, is_terminal
 
 # Scripts without spaces between words: each character is one. Thai, Lao, Burmese, Khmer, Japanese and Chinese.
 _UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
+MOST_WORDS = 50_000  # of a prompt: each begins as many windows as items have lengths
 _WORD = re.compile(rf"[{_UNSPACED}]|[^\W{_UNSPACED}]+")
 
 
@@ -59,11 +61,16 @@ class TextIndex:
             parts.append(pa.array(map(" ".join, texts), pa.large_string()))
             self._counts.update(map(len, texts))
         self._texts = Keys(pa.concat_arrays(parts))
-        self.nbytes = self._texts.values.nbytes + self._texts._index[2].nbytes
+        self.nbytes = self._texts.values.nbytes + self._texts._index.nbytes
 
     def numbers_in(self, text: str) -> NDArray[np.int64]:
-        """Return the numbers of the items whose words stand in a text, one after another."""
+        """Return the numbers of the items whose words stand in a text, one after another.
+
+        Raises ItemSetError for a text of more than MOST_WORDS.
+        """
         words, found = words_of(text), [np.zeros(0, np.int64)]
+        if len(words) > MOST_WORDS:
+            raise ItemSetError(f"the prompt has {len(words):,} words, the limit is {MOST_WORDS:,}: send keys instead")
         for count in self._counts - {0}:
             windows = [" ".join(words[i : i + count]) for i in range(len(words) - count + 1)]
             found.append(self._texts.places_of(windows))

@@ -137,8 +137,7 @@ def view_from_bytes(base: ItemSet, data: bytes, name: str = "the view", *, keys:
     if "labels" in arrays:
         return from_index(header, arrays, name=name, check=True)
     index_file.check(header, arrays, name)
-    if not arrays.keys() & {"dead", "boosted"}:  # a filter of a view has that view's bits in its own
-        base = base.whole
+    base = base.whole if "alive" in arrays else base  # a filter of a view has that view's bits in its own
     return View(base, arrays, header.items, keys=keys, digest=header.digest)
 
 
@@ -199,6 +198,8 @@ def tempered(base: ItemSet, temperature: float, boost: float = 1.0) -> ItemSet:
 
 
 def _with_potential(base: ItemSet, found: NDArray[np.uint32]) -> ItemSet:
+    if base.base is not None and base.own.keys() == {"boosted"}:
+        return _with_potential(base.base, found)
     if base.rows_of is None:
         own = {} if base.base is None else {name: one for name, one in base.own.items() if name != "boosted"}
         return View(base.base or base, {**own, "potential": found}, len(base), keys=base._keys)
@@ -211,6 +212,8 @@ def _with_potential(base: ItemSet, found: NDArray[np.uint32]) -> ItemSet:
 def boosted_by_keys(base: ItemSet, boost_keys: Mapping[Any, float]) -> ItemSet:
     """Return the set or view with the potentials of a few items, in time and memory as many as these. Raises as
     `view`."""
+    if base.rows_of is not None:  # a small set of its own
+        return boosted(base, {}, boost_keys)
     places, values = by_place(base, boost_keys)
     if not len(places):
         return base

@@ -118,7 +118,10 @@ def read(params: Mapping[str, Any] | None) -> EngineRequest | None:
     if carried is None or isinstance(carried, EngineRequest):
         return carried
     if isinstance(carried, str):
-        return msgspec.json.decode(carried, type=EngineRequest)
+        decoded = msgspec.json.decode(carried, type=EngineRequest)
+        if isinstance(params, dict):
+            params[WIRE] = decoded  # megabytes, of some sets, are not read twice
+        return decoded
     return msgspec.convert(carried, EngineRequest)
 
 

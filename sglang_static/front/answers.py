@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 EXPECTED = "expected_item"
 """Attribute of a `GenerateReqInput` of one prompt: an `answer_fields.Expected`. Copies for `n` keep it."""
 
+_NEAR = 64  # the newest tokens, among which the end of reasoning is looked for
 WEIGHED = "item_set_weight"  # attribute of one for which we have asked for log-probabilities: its field for them
 
 
@@ -30,6 +31,7 @@ async def stream_one_response(
     """Which item a finished answer is: every output passes here, and its state has all of its tokens. After a thought
     comes its list."""
     expected, sent = getattr(obj, EXPECTED, None), 0
+    begin, before = None, ""  # where its item begins, and the text of what stands before
     others = isinstance(expected, Expected) and (expected.content or obj.sampling_params.get("ignore_eos"))
     async with aclosing(original()) as parts:
         async for part in parts:
@@ -50,18 +52,23 @@ async def stream_one_response(
                     logger.error("Request %s: %s", obj.rid, fault)
                 info.update(told)
             if expected is not None and others and "text" in part:
-                shown = _shown(expected, state, self.tokenizer, finish or {})
+                ids = state.output_ids
+                if begin is None and (finish or expected.begun(ids[-_NEAR:])):
+                    thought, of_item = expected.parts(ids)
+                    if of_item:
+                        begin, before = len(thought), decode(list(thought), self.tokenizer) if thought else ""
+                if begin is None:
+                    shown = str(state.get_text())
+                else:
+                    item = decode(list(expected.parts(ids, begin)[1]), self.tokenizer)
+                    shown = _cut(before + item, state, finish or {})
                 part["text"] = shown[sent:]
                 sent = len(shown) if obj.stream and self.incremental_streaming_output else 0
             yield part
 
 
-def _shown(expected: Expected, state: Any, tokenizer: Any, finish: Any) -> str:
-    """Return an answer's text so far, its item decoded without what stands before it and the stop tokens after it."""
-    thought, of_item = expected.parts(state.output_ids)
-    if not of_item:
-        return str(state.get_text())
-    text = "".join(decode(list(tokens), tokenizer) for tokens in (thought, of_item) if tokens)
+def _cut(text: str, state: Any, finish: Any) -> str:
+    """Return an answer's text so far as it is shown: without a part of a character, and what a stop string ends."""
     if not finish:
         return text.rstrip("\ufffd")  # of a character whose last bytes are still to come
     if not isinstance(stop := finish.get("matched"), str):

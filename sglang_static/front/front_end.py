@@ -102,7 +102,7 @@ class FrontEnd(FrontEndBase):
                 f"sampling_params[{requests.index(None)}] has no item set, and others of this batch have one: give "
                 "each prompt its set, or send those without one in a request of their own",
             )
-        made: dict[int, Any] = {}  # by the identity of its list, which prompts may share
+        made: dict[tuple[int, float], Any] = {}  # by the identity of its list, which prompts may share
         judged = []
         for i, (params, one) in enumerate(zip(each, requests, strict=True)):
             if one is None:
@@ -119,14 +119,14 @@ class FrontEnd(FrontEndBase):
             if one.weighed and not ranked and not one.after:
                 self._check_weighed(one.weighed, request, i, params or {})
             if one.choice is not None and one.made is None:
-                one = replace(one, made=made.get(id(one.choice)))
+                one = replace(one, made=made.get((id(one.choice), one.temperature)))
             waits = one.chooses or (one.choice is not None and one.made is None)
             known = PROMPT in one.selection and hasattr(request, "input_ids")
             prompts: list[Any] = prompts_of(request) if known else [None] * len(each)
             for prompt in prompts[i : i + 1] if isinstance(given, list) else prompts:
                 pinned = await while_connected(self.prepare(one, prompt), http_request) if waits else self.pinned(one)
                 assert pinned is not None
-                made[id(one.choice)] = pinned.made
+                made[id(one.choice), one.temperature] = pinned.made
                 judged.append(in_place(params or {}, pinned))
         request.sampling_params = judged if isinstance(given, list) or len(judged) > 1 else judged[0]
         return ranked

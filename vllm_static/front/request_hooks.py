@@ -103,7 +103,7 @@ def _generate(
         params = http.with_item_set(sampling_params)
         if (item_request := asked(params)) is None:
             return original(sampling_params=params)
-    tokens = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
+    tokens = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt if isinstance(prompt, str) else None
     prepare = partial(self.input_processor.static_front_end.prepare, item_request, tokens)
     return _prepared(original, self, prepare, copy.copy(params), answers.noting(), priority=priority, **options)
 

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from itemset.serving.catalogue import Catalogue, InlineSet, Opened, RefusedError
 from itemset.serving.config import ModelLimits, StaticConfig, Words
 from itemset.serving.front.inline import Chosen, InlineTexts, Prompt
 from itemset.serving.front.request import ItemRequest
+from itemset.serving.front.request_fields import PROMPT
 from itemset.serving.warm_up import compile_beside
 from itemset.serving.wire import INLINE, name_of
 from itemset.text import fingerprint
@@ -37,7 +38,8 @@ class Checks:
         self._tokenizer = tokenizer
         self._inline = InlineTexts(self.catalogue, config, self._tokenizer, words, limits, on_encoded)
         self._selections = Chosen(self.catalogue, config, words, tokenizer)
-        self._threads = ThreadPoolExecutor(4, "item-filters")  # lists of keys wait for no filter, nor for an index
+        self._threads = ThreadPoolExecutor(4, "item-filters")
+        self._prompts = ThreadPoolExecutor(1, "prompt-items")  # nothing else waits for an index of titles
         for opened in self.catalogue.serving.values():
             try:
                 self._check(opened)
@@ -106,16 +108,12 @@ class Checks:
 
     async def prepare(self, asked: ItemRequest, prompt: Prompt | None = None) -> InlineSet:
         """Do `made` beside the event loop, of which it takes a millisecond. Encoding stops if nobody waits for it."""
+        threads = self._prompts if PROMPT in asked.selection else self._threads
+        run: Any = partial(asyncio.get_running_loop().run_in_executor, threads)
         if asked.choice is not None:
             made = await self._inline.prepare(asked.choice, asked.escape)
-            if asked.temperature > 1:
-                return await asyncio.get_running_loop().run_in_executor(
-                    self._threads, self._selections.tempered, made, asked
-                )
-            return made
-        if asked.chooses:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, self.made, asked, prompt)
-        return self.made(asked)
+            return await run(self._selections.tempered, made, asked) if asked.temperature > 1 else made
+        return await run(self.made, asked, prompt) if asked.chooses else self.made(asked)
 
     def request(
         self, made: InlineSet, *, prompt_tokens: int, min_tokens: int, stop_tokens: Collection[int], after: int = 0

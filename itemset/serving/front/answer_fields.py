@@ -56,11 +56,14 @@ class Expected:
             item["set_weight"] = weight if math.isfinite(weight) else None
         return {"item": item}
 
-    def parts(self, tokens: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
-        """Return the tokens of an output's reasoning, and those of its item, without the stop tokens after it."""
-        content = tokens if self.content is None else self.content(tokens)
+    def parts(self, tokens: Sequence[int], begin: int | None = None) -> tuple[Sequence[int], Sequence[int]]:
+        """Return the tokens of an output's reasoning, and those of its item, without the stop tokens after it.
+
+        begin: where the item begins, if that is known: else all of the reasoning is looked through.
+        """
         end = len(tokens)
-        begin = end - len(content)
+        if begin is None:
+            begin = end - len(tokens if self.content is None else self.content(tokens))
         while end > begin and tokens[end - 1] in self.stop_tokens:
             end -= 1
         return tokens[:begin], tokens[begin:end]

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet, build
 from itemset.select import boosts
+from itemset.select.boosts import by_place
 from itemset.select.filters import check_size, digits
 from itemset.select.prompt_items import TextIndex, in_tokens
 from itemset.select.views import View, boosted, boosted_by_keys, boosts_come_first, tempered, view, view_from_bytes
@@ -25,7 +26,7 @@ from itemset.serving.catalogue import OVERHEAD, Catalogue, InlineSet, RefusedErr
 from itemset.serving.config import ModelLimits, StaticConfig, Words
 from itemset.serving.front.request import ItemRequest
 from itemset.serving.front.request_fields import BOOST, BOOST_KEYS, EXCLUDE, FILTER, ONLY, PROMPT, STEERING
-from itemset.serving.wire import INLINE, part_reference
+from itemset.serving.wire import INLINE, part_of, part_reference
 from itemset.text import BATCH, Escape, decode, decoded, encode, named
 from itemset.trie.rows import MAX_ITEM_TOKENS, Rows
 
@@ -305,23 +306,28 @@ class Chosen:
             return whole
         return self._part(reference, seen, whole)
 
-    def _part(self, reference: str, seen: ItemSet, whole: InlineSet) -> InlineSet:
-        """Keep a part of a set, or what stands on nothing."""
+    def _part(self, reference: str, seen: ItemSet, whole: InlineSet | None) -> InlineSet:
+        """Keep a part of a set, or what stands on nothing. whole: on what it stands, None for a registered set."""
         index = seen.to_bytes()
         if not isinstance(seen, View):
             made = InlineSet.from_index(reference, index, token_ids=True)
             made.item_set.rows_of, made.item_set.temperature = seen.rows_of, seen.temperature
             return self._catalogue.keep(replace(made, nbytes=made.nbytes + 8 * len(seen.keys)))
         nbytes = len(index) + seen.nbytes + seen._keys.own_bytes + OVERHEAD
-        base = whole if whole.index is not None else None
+        base = whole if whole is not None and whole.index is not None else None
         return self._catalogue.keep(InlineSet(reference, seen, index, nbytes, base))
 
     def tempered(self, made: InlineSet, asked: ItemRequest) -> InlineSet:
         """Return a set for draws at a request's temperature, above 1."""
-        reference = _reference({"temperature": asked.temperature, "scale": asked.boost_scale}, made.reference)
+        below = made if made.item_set.base is None else made.base
+        of = made.reference if below is None else below.reference
+        while below is None and (above := part_of(of)):  # of the registered set
+            of = above
+        named = {"temperature": asked.temperature, "scale": asked.boost_scale, "of": made.reference}
+        reference = _reference(named, of)
         if kept := self._catalogue.inline(reference):
             return kept
-        return self._part(reference, tempered(made.item_set, asked.temperature, asked.boost_scale), made)
+        return self._part(reference, tempered(made.item_set, asked.temperature, asked.boost_scale), below)
 
     def _check_size(self, word: str, keys: list[Any]) -> None:
         if any(isinstance(key, list | tuple | Mapping) for key in keys[: self._limit]):
@@ -381,15 +387,19 @@ class Chosen:
 def _steering(selection: Mapping[str, Any]) -> tuple[dict[str, Any], float]:
     """Return the boosts of a selection, those of one attribute without their weight, and that weight."""
     steering, scale = {word: selection[word] for word in STEERING if selection.get(word)}, 1.0
-    if steering.keys() == {BOOST}:
+    if BOOST in steering:
         with _naming(BOOST):
-            steering[BOOST], scale = boosts.parted(steering[BOOST])
-    return {word: value for word, value in steering.items() if value}, scale
+            unit, weight = boosts.parted(steering[BOOST])
+        if BOOST_KEYS not in steering:
+            steering[BOOST], scale = unit, weight
+    return steering, scale
 
 
 def _steered(seen: ItemSet, steering: Mapping[str, Any]) -> ItemSet:
     """Return the set with boosts, if there are any. Raises RefusedError, which names the field."""
     if BOOST in steering:
+        with _naming(BOOST_KEYS):
+            by_place(seen, steering.get(BOOST_KEYS, {}))
         with _naming(BOOST):
             return boosted(seen, steering[BOOST], steering.get(BOOST_KEYS))
     if BOOST_KEYS in steering:

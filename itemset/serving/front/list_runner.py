@@ -159,10 +159,10 @@ class OneRequest:
             scores = options.without_end, options.renormalised
             spec = ListSpec(
                 options.n, options.beam, end_token, *scores, placeholders=placeholders, boost=search.tree.boost,
-                normalise_length=options.normalise_length,
+                normalise_length=search.tree.length,
             )  # fmt: skip
             # What is complete before its end is scored has a score of its own in no kernel.
-            of_length = bool(options.normalise_length) and any(scores)
+            of_length = bool(options.normalise_length) and (any(scores) or placeholders > 0)
             if placeholders and not of_length:
                 return spec
             more = {"exact": options.exact, "max_passes": options.max_passes is not None}

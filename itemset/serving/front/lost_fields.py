@@ -110,6 +110,7 @@ def mends(choice: str, drawing: str) -> dict[str, str]:
         **dict.fromkeys(request_fields.SELECTION, f"send {', '.join(request_fields.SELECTION)} beside item_set"),
         **dict.fromkeys((request_fields.DRAWS, request_fields.DRAW), f"send draws beside item_set to {drawing}"),
         **{word: f"send {word} beside item_set" for word in request_fields.OF_ANSWERS},
+        **{word: f"send {word} beside item_set to {drawing}" for word in request_fields.STEERING},
         request_fields.LIST_AFTER: f"send {request_fields.LIST_AFTER} beside item_set to {drawing}",
     }
 

@@ -60,7 +60,7 @@ EDITS = 2
 """A key this many edits from a word, after folding case, - and _, is taken for it: a person meant the word."""
 COMPARED = 200
 """Keys of a body that are compared so; of those after them only the words themselves count. Requests have fewer."""
-OTHERS = frozenset({"items", "voice", "raw", "rows", "state", "slots", "date", "scale"})
+OTHERS = frozenset({"items", "voice", "raw", "rows", "state", "slots", "date", "scale", "boot", "most"})
 """Fields of OpenAI's and the engines' own that come as near."""
 
 CUSTOM, PARAMS, XARGS = "custom_params", "sampling_params", "vllm_xargs"
@@ -147,15 +147,17 @@ def _folded(key: str) -> str:
 
 
 def _near(given: str, word: str) -> bool:
-    """Return whether EDITS insertions, deletions and substitutions lead from one to the other."""
-    if abs(len(given) - len(word)) > EDITS:
+    """Return whether EDITS insertions, deletions and substitutions lead from one to the other; of BOOST, to which many
+    words come so near (host, cost, best), one."""
+    edits = 1 if word == BOOST else EDITS
+    if abs(len(given) - len(word)) > edits:
         return False
     row = list(range(len(word) + 1))
     for i, letter in enumerate(given, 1):
         before, row[0] = row[0], i
         for j, other in enumerate(word, 1):
             before, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, before + (letter != other))
-    return row[-1] <= EDITS
+    return row[-1] <= edits
 
 
 _Flag = Annotated[bool, Meta(description="true or false")]

@@ -20,8 +20,8 @@ from itemset.select.prompt_items import TextIndex, in_tokens, words_of
 from itemset.serving.catalogue import Catalogue, RefusedError
 from itemset.serving.config import ModelLimits, StaticConfig, Words
 from itemset.serving.front.admission import Checks
-from itemset.serving.front.inline import Chosen
 from itemset.serving.front.request import ItemRequest
+from itemset.serving.front.selections import Chosen
 from itemset.text import decoded
 
 TITLES = [
@@ -150,7 +150,7 @@ def test_more_than_the_limit_of_keys_is_left_out(front):
 
 def test_the_index_of_texts_is_made_once_and_counted(front, monkeypatch):
     made = []
-    monkeypatch.setattr("itemset.serving.front.inline.TextIndex", lambda *args: made.append(1) or TextIndex(*args))
+    monkeypatch.setattr("itemset.serving.front.selections.TextIndex", lambda *args: made.append(1) or TextIndex(*args))
     catalogue = Catalogue(front.config)
     chosen = Chosen(catalogue, front.config, Words("", "", "", ""), front.tokenizer)
     before = catalogue.inline_bytes

@@ -20,9 +20,9 @@ from itemset.errors import ItemSetError
 from itemset.masking.arena import Arena, arena_bytes, room_for
 from itemset.serving.catalogue import Catalogue, InlineSet
 from itemset.serving.config import StaticConfig, Words
-from itemset.serving.front.inline import Chosen
 from itemset.serving.front.request import ItemRequest
 from itemset.serving.front.request_fields import DrawOptions
+from itemset.serving.front.selections import Chosen
 from itemset.serving.wire import EngineRequest, HolesSpec, ListResult, ListSpec, NoList, SetRef, name_of, read
 
 ITEMS = [[1, 2], [3], [1, 2], [4, 5, 6], [4, 5, 7], [8]]

@@ -9,10 +9,10 @@ from itemset.serving.catalogue import RefusedError
 from itemset.serving.constraint import EBNF, JSON, TAG
 from itemset.serving.front import request_fields
 from itemset.serving.front.http_bodies import body
-from itemset.serving.front.inline import Prompt
 from itemset.serving.front.lost_fields import holds_sets, undisguised
 from itemset.serving.front.request import ItemRequest, candidates, refuse_beside, wants_candidates, wants_draws
 from itemset.serving.front.request_fields import BEAMS, CHOICE, CUSTOM, REFERENCE, SLATE, attributes_asked
+from itemset.serving.front.selections import Prompt
 from sglang_static import compat
 
 CARRIED = "item_set_list"  # attribute of the `GenerateReqInput` that asks for a list in one request: its EngineRequest

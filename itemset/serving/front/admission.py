@@ -10,9 +10,10 @@ from typing import Any
 from itemset.errors import ItemSetError
 from itemset.serving.catalogue import Catalogue, InlineSet, Opened, RefusedError
 from itemset.serving.config import ModelLimits, StaticConfig, Words
-from itemset.serving.front.inline import Chosen, InlineTexts, Prompt
+from itemset.serving.front.inline import InlineTexts
 from itemset.serving.front.request import ItemRequest
 from itemset.serving.front.request_fields import PROMPT
+from itemset.serving.front.selections import Chosen, Prompt
 from itemset.serving.warm_up import compile_beside
 from itemset.serving.wire import INLINE, name_of
 from itemset.text import fingerprint

@@ -19,10 +19,10 @@ from itemset.serving.constraint import Constraint
 from itemset.serving.front.admission import Checks
 from itemset.serving.front.answer_fields import Expected, ExpectedItems
 from itemset.serving.front.embedded_sets import Constraints
-from itemset.serving.front.inline import Prompt
 from itemset.serving.front.list_runner import OneRequest, search_for
 from itemset.serving.front.request import ItemRequest
 from itemset.serving.front.request_fields import ATTRIBUTES, LIST_AFTER, NO_ATTRIBUTES, PROMPT, ListOptions, wrong_type
+from itemset.serving.front.selections import Prompt
 from itemset.serving.front.version_watcher import Follower, Send
 from itemset.serving.wire import INLINE, EngineRequest, HolesSpec, Tokens
 from itemset.text import encode

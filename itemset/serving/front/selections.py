@@ -1,0 +1,200 @@
+"""What requests leave of registered sets: by filters, keys, prompts and boosts. Errors name the field."""
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from itemset.errors import ItemSetError
+from itemset.item_set import ItemSet
+from itemset.select import boosts
+from itemset.select.boosts import by_place
+from itemset.select.filters import check_size, digits
+from itemset.select.prompt_items import TextIndex, in_tokens
+from itemset.select.views import View, boosted, boosted_by_keys, boosts_come_first, tempered, view, view_from_bytes
+from itemset.serving.catalogue import OVERHEAD, Catalogue, InlineSet, RefusedError
+from itemset.serving.config import StaticConfig, Words
+from itemset.serving.front.request import ItemRequest
+from itemset.serving.front.request_fields import BOOST, BOOST_KEYS, EXCLUDE, FILTER, ONLY, PROMPT, STEERING
+from itemset.serving.wire import part_of, part_reference
+from itemset.text import decode, decoded
+
+Prompt = str | Sequence[int]
+"""A text or its tokens; empty if it has neither."""
+KEY_CHARACTERS = 100  # that a key may have if there are as many keys as the limit allows
+
+
+class Chosen:
+    """Makes the selections of one front end, unless it has them. Safe for threads."""
+
+    def __init__(self, catalogue: Catalogue, config: StaticConfig, words: Words, tokenizer: Any = None) -> None:
+        self._catalogue, self._limit, self._words = catalogue, config.item_key_limit, words
+        self._tokenizer, self._indexing = tokenizer, threading.Lock()
+        self._codes = np.array([*getattr(tokenizer, "get_added_vocab", dict)().values()], np.int64)
+
+    def get(self, selection: Mapping[str, Any], of: str, prompt: Prompt | None = None) -> InlineSet:
+        """Return what a request's selection leaves of a registered set.
+
+        of: the set's reference. prompt: if known. Raises RefusedError with the field: a list over the limit, a prompt
+        that is empty, and as `views.view` does.
+        """
+        lists = {word: selection[word] for word in (EXCLUDE, ONLY) if word in selection}
+        for word, keys in [*lists.items(), (BOOST_KEYS, list(selection.get(BOOST_KEYS, ())))]:
+            self._check_size(word, keys)
+        if PROMPT in selection and prompt is not None and (held := self._held(of, prompt)):
+            lists = {PROMPT: held, **lists}
+        whole, (steering, scale) = self._catalogue.made(of), _steering(selection)
+        first = {word: selection[word] for word in (FILTER,) if word in selection}
+        excluded = lists.get(EXCLUDE, lists.get(PROMPT))
+        if BOOST in steering and boosts_come_first(whole.item_set, excluded, lists.get(ONLY)):
+            first, steering = first | steering, {}
+        if first:
+            whole = self._shared(first, whole)
+        rest = lists | steering
+        reference = _reference(rest, whole.reference)
+        kept = self._catalogue.inline(reference) if rest else whole
+        kept = kept or self._own(whole, lists, steering, reference)
+        with _naming(BOOST if BOOST in selection else BOOST_KEYS):
+            boosts.check_size(kept.item_set, scale)
+        return kept
+
+    def _own(
+        self, whole: InlineSet, lists: Mapping[str, Any], steering: Mapping[str, Any], reference: str
+    ) -> InlineSet:
+        """Return what keys, and boosts, of one request leave of a set, or of what many requests share of it."""
+        seen = whole.item_set
+        for word, keys in lists.items():
+            with _naming(word):
+                seen = view(seen, **{EXCLUDE if word == PROMPT else word: keys})
+        seen = _steered(seen, steering)
+        if seen is whole.item_set:  # exclusions that the set has not
+            return whole
+        return self._part(reference, seen, whole)
+
+    def _part(self, reference: str, seen: ItemSet, whole: InlineSet | None) -> InlineSet:
+        """Keep a part of a set, or what stands on nothing. whole: on what it stands, None for a registered set."""
+        index = seen.to_bytes()
+        if not isinstance(seen, View):
+            made = InlineSet.from_index(reference, index, token_ids=True)
+            made.item_set.rows_of, made.item_set.temperature = seen.rows_of, seen.temperature
+            return self._catalogue.keep(replace(made, nbytes=made.nbytes + 8 * len(seen.keys)))
+        nbytes = len(index) + seen.nbytes + seen._keys.own_bytes + OVERHEAD
+        base = whole if whole is not None and whole.index is not None else None
+        return self._catalogue.keep(InlineSet(reference, seen, index, nbytes, base))
+
+    def tempered(self, made: InlineSet, asked: ItemRequest) -> InlineSet:
+        """Return a set for draws at a request's temperature, above 1."""
+        below = made if made.item_set.base is None else made.base
+        of = made.reference if below is None else below.reference
+        while below is None and (above := part_of(of)):  # of the registered set
+            of = above
+        named = {"temperature": asked.temperature, "scale": asked.boost_scale, "of": made.reference}
+        reference = _reference(named, of)
+        if kept := self._catalogue.inline(reference):
+            return kept
+        return self._part(reference, tempered(made.item_set, asked.temperature, asked.boost_scale), below)
+
+    def _check_size(self, word: str, keys: list[Any]) -> None:
+        if any(isinstance(key, list | tuple | Mapping) for key in keys[: self._limit]):
+            raise RefusedError("filter", f"{word} must hold keys, integers or strings, and no lists or objects", word)
+        what, found, limit = "keys", len(keys), self._limit
+        if found <= limit:
+            what, limit = "characters", KEY_CHARACTERS * self._limit
+            found = sum(len(key) if isinstance(key, str) else digits(key) for key in keys)
+        if found > limit:
+            raise RefusedError(
+                "filter",
+                f"{word} has {found:,} {what}, the limit is {limit:,}: send fewer, or raise "
+                f"{self._words.option('item_key_limit')}",
+                word,
+            )
+
+    def _held(self, of: str, prompt: Prompt) -> list[int | str]:
+        """Return all keys of the items that a prompt holds. Items are texts, whose tokens depend on what stands beside
+        them; or codes, if the set knows no tokenizer, or has only tokens that were added to one."""
+        if not isinstance(prompt, str) and not len(prompt):
+            message = f"{PROMPT} reads a prompt's text or tokens, and embeddings are neither: send keys as {EXCLUDE}"
+            raise RefusedError("filter", message, PROMPT)
+        whole, tokenizer = self._catalogue[of], self._tokenizer
+        if whole.tokenizer is None or np.isin(whole.token_ids, self._codes).all():
+            numbers = in_tokens(whole, tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+        else:
+            text = prompt if isinstance(prompt, str) else decode(list(prompt), tokenizer)
+            numbers = self._texts(of, whole).numbers_in(text)
+        return sorted({key for keys in whole._keys.every(numbers) for key in keys})
+
+    def _texts(self, of: str, whole: ItemSet) -> TextIndex:
+        """Return what finds a set's texts: made once a version, then cached and counted as inline sets are."""
+        own = part_reference("texts", of)
+        with self._indexing:
+            if (kept := self._catalogue.inline(own)) is None or (texts := kept.texts) is None:
+                texts = TextIndex(whole, lambda rows: decoded(rows, self._tokenizer))
+                self._catalogue.keep(InlineSet(own, whole, nbytes=texts.nbytes + OVERHEAD, texts=texts))
+            return texts
+
+    def _shared(self, asked: Mapping[str, Any], whole: InlineSet) -> InlineSet:
+        """Return what a filter, boosts by attributes or both make of a set."""
+        with _naming(FILTER):
+            check_size(asked.get(FILTER, {}))  # before anything is made of it
+        reference = _reference(asked, whole.reference)
+        if kept := self._catalogue.inline(reference):
+            return kept
+        with _naming(FILTER):
+            seen = view(whole.item_set, asked.get(FILTER))
+        seen = _steered(seen, asked)
+        assert isinstance(seen, View)
+        index = seen.to_bytes()
+        item_set = view_from_bytes(whole.item_set, index, reference, keys=seen._keys)
+        nbytes = len(index) + seen._keys.own_bytes + OVERHEAD
+        return self._catalogue.keep(InlineSet(reference, item_set, index, nbytes))
+
+
+def _steering(selection: Mapping[str, Any]) -> tuple[dict[str, Any], float]:
+    """Return the boosts of a selection, those of one attribute without their weight, and that weight."""
+    steering, scale = {word: selection[word] for word in STEERING if selection.get(word)}, 1.0
+    if BOOST in steering:
+        with _naming(BOOST):
+            unit, weight = boosts.parted(steering[BOOST])
+        if BOOST_KEYS not in steering:
+            steering[BOOST], scale = unit, weight
+    return steering, scale
+
+
+def _steered(seen: ItemSet, steering: Mapping[str, Any]) -> ItemSet:
+    """Return the set with boosts, if there are any. Raises RefusedError, which names the field."""
+    if BOOST in steering:
+        with _naming(BOOST_KEYS):
+            by_place(seen, steering.get(BOOST_KEYS, {}))
+        with _naming(BOOST):
+            return boosted(seen, steering[BOOST], steering.get(BOOST_KEYS))
+    if BOOST_KEYS in steering:
+        with _naming(BOOST_KEYS):
+            return boosted_by_keys(seen, steering[BOOST_KEYS])
+    return seen
+
+
+def _reference(asked: Mapping[str, Any], of: str) -> str:
+    """Return the reference of a part. It names the request: the digest of its tables does not tell which keys pass."""
+    text = "\n".join(word + _text(word, value) for word, value in asked.items())
+    return part_reference(hashlib.blake2b(text.encode(), digest_size=16).hexdigest(), of)
+
+
+def _text(word: str, value: Any) -> str:
+    """Return equal text for equal values."""
+    try:
+        return json.dumps(value, sort_keys=True, default=lambda other: [type(other).__name__, repr(other)])
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RefusedError("filter", f"{word} must hold what JSON can: {error}", word) from error
+
+
+@contextmanager
+def _naming(word: str) -> Iterator[None]:
+    try:
+        yield
+    except ItemSetError as error:
+        raise RefusedError("filter", f"{word}: {str(error).replace(EXCLUDE, word)}", word) from error

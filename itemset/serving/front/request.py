@@ -247,7 +247,7 @@ def _refuse_beside_slate(given: Mapping[str, Any], other: bool, *, ranked: bool)
     for word in (*fields.SELECTION, *fields.STEERING):
         if given.get(word) is not None:
             in_slates = word in fields.SELECTION and word != fields.PROMPT
-            mend = "state it in the slate" if in_slates else "leave it out"
+            mend = "state it in the slate" if in_slates else "omit it"
             raise wrong_type(f"{word} would be ignored beside a slate: {mend}", word)
     check_options(given, ranked=False)
 

@@ -162,7 +162,9 @@ def offline_vllm(llm: Any, words: Mapping[str, Any]) -> list[Got]:
     return [
         Got(
             one.text.removeprefix("p"),
-            took | vars(one) | {place: number, "score": one.cum_logprob, "logprob": one.cum_logprob},
+            took
+            | vars(one)
+            | {place: number, "score": getattr(one, "score", one.cum_logprob), "logprob": one.cum_logprob},
         )
         for number, one in enumerate(output.sequences, 1)
     ]

@@ -116,7 +116,7 @@ def form_of(name: str) -> Form:
     if name == "beams_own":
         common, pointers = OWN, OWN_POINTERS
     if of_lists:
-        common = common | {"RACES": races, "LANES": beams.CHILDREN // (2 if races or name == "lists_ended" else 1)}
+        common = common | {"RACES": races, "LANES": beams.CHILDREN // (4 if "ended" in name else 2 if races else 1)}
     constants = {key: value for key, value in (common | constants).items() if key in kernel.arg_names}
     constants = {key: value for key, value in constants.items() if value is not GIVEN}
     types = {n: "constexpr" if n in constants else pointers.get(n, "i32") for n in kernel.arg_names}

@@ -107,7 +107,7 @@ def test_the_job_publishes_where_servers_look() -> None:
     (container,) = pod("CronJob")["containers"]
     program, *words = container["command"]
     assert program == "itemset"
-    args = cli._parser().parse_args(words)
+    args = cli._parser(words).parse_args(words)
     assert args.run is cli.publish.publish
     (mount,) = container["volumeMounts"]
     assert Path(args.folder).parent == Path(mount["mountPath"])
@@ -161,5 +161,5 @@ def test_the_page_names_commands_that_exist() -> None:
     commands = [shlex.split(line.strip()) for line in page.splitlines() if line.strip().startswith("itemset ")]
     assert commands
     for command in commands:
-        cli._parser().parse_args(command[1:])
+        cli._parser(command[1:]).parse_args(command[1:])
     assert (ROOT / "deploy" / "Dockerfile").name in page

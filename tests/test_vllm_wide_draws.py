@@ -71,7 +71,7 @@ def test_draws_follow_the_models_distribution(engine, tiny_model, temperature):
             items += found["items"]
         return items
 
-    check_fit(draw, oracle_of(tiny_model, prompt_of(12)), temperature)
+    check_fit(draw, oracle_of(tiny_model, prompt_of(12)), temperature, {})
     assert set(ways) == {ONE_REQUEST}
     assert len(LABELS) == len(CHOSEN["only_keys"])
 

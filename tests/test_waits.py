@@ -92,7 +92,7 @@ def test_texts_have_the_tokens_that_the_wrapper_gives(name):
     assert text._compiled(given) is not None
     through = [given(one, add_special_tokens=False)["input_ids"] for one in TEXTS]
     assert text._token_ids(TEXTS, given) == through
-    assert text._decoded(through, given) == [text.decode(tokens, given) for tokens in through]
+    assert text.decoded(through, given) == [text.decode(tokens, given) for tokens in through]
 
 
 def test_what_a_wrapper_does_of_its_own_is_done():

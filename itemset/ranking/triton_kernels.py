@@ -55,7 +55,7 @@ def ended(now: Pass, sums: Tensor) -> Tensor:
     ends = torch.empty(3, lists, count, dtype=torch.float64, device=sums.device)
     if count:
         ended_kernel[(lists * count,)](
-            **_arguments(now), sums=sums, ends=ends, RACES=races, WHOLE=now.rules.whole, LANES=CHILDREN // 2,
+            **_arguments(now), sums=sums, ends=ends, RACES=races, WHOLE=now.rules.whole, LANES=CHILDREN // 4,
             num_warps=WARPS if races else ROW_WARPS,
         )  # fmt: skip
     return ends

@@ -110,7 +110,6 @@ REFUSED = [
     ({"list": True, "draws": True}, "draws and a ranked list exclude each other"),
     ({"list": "yes"}, "list must be true or false, not 'yes': n says how many items"),
     ({"list": True, "logit_bias": {5: 1.0}}, "logit_bias would bend the model's distribution, and ranked lists follow"),
-    ({"draws": True, "temperature": 0}, "temperature must be 1e-06 to 100 for draws"),
     ({"item_logprobs": 1}, "item_logprobs must be true or false, not 1"),
     ({"item_logprobs": True, "return_set_weight": True}, "return_set_weight is the sum of log p - log q"),
     ({"item_logprobs": True, "logprobs": 1}, "item_logprobs cannot be had here: it comes in the place of log"),

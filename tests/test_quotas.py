@@ -1,4 +1,4 @@
-"""Lists with at most so many items of one value: the ranking of the whole set, chosen from greedily."""
+"""Lists with quotas: the ranking of the whole set, chosen from greedily."""
 
 from __future__ import annotations
 

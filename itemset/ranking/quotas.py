@@ -1,4 +1,4 @@
-"""Lists with at most so many items of one value of an attribute: chosen down the ranking of longer lists."""
+"""Lists with quotas, a limit of the items of one value of an attribute: chosen down the ranking of longer lists."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -28,8 +28,8 @@ def within(item_set: ItemSet, items: Sequence[Sequence[int]], at_most: Mapping[s
 
 
 class QuotaSearch(Search):
-    """The search for the `k` best items of which at most so many have one value. After its beam it goes on from the
-    best prefixes until k of all items that it has found pass, or if `exact`, are proven; `most` are looked at."""
+    """The search for the `k` best items within quotas. After its beam it goes on from the best prefixes until k of all
+    items that it has found pass, or if `exact`, are proven; `most` are looked at."""
 
     def __init__(
         self, item_set: ItemSet, k: int, *, at_most: Mapping[str, int], most: int, width: Width | None = None,

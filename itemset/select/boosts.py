@@ -16,6 +16,7 @@ from itemset.trie.attributes import kind_of
 
 MOST_ATTRIBUTES = 8  # of one boost
 MOST = 1_000.0  # that may be added to a score, or taken from it: e^1,000 and more would be no search for items
+Placed = tuple[NDArray[np.int64], NDArray[np.float64]]  # of boosted keys: their places, and what each adds
 _DAY = {"s": 86_400, "ms": 86_400 * 10**3, "us": 86_400 * 10**6, "ns": 86_400 * 10**9}
 _NUMBERS = ("integer", "float", "bool", "date", "timestamp")
 
@@ -36,9 +37,7 @@ def parted(boost: Mapping[str, Any]) -> tuple[dict[str, float], float]:
 
 def check_size(item_set: ItemSet, scale: float = 1.0) -> None:
     """Raise ItemSetError if the potentials of a steered set, times `scale`, pass what a score may be changed by."""
-    tables = item_set.trie.tables
-    values = tables.potential if len(tables.potential) else tables.boosted[len(tables.boosted) // 2 :]
-    most = float(np.abs(values.view(np.float32)).max(initial=0)) * scale
+    most = item_set.trie.tables.largest_boost * scale
     if not most <= MOST:
         raise ItemSetError(f"it changes a score by up to {most:,.4g}, the limit is {MOST:,.0f}: give smaller weights")
 
@@ -78,7 +77,7 @@ def _numbers(column: pa.ChunkedArray, label: str) -> NDArray[np.float64]:
     return numbers / unit if unit != 1 else numbers
 
 
-def by_place(item_set: ItemSet, boost_keys: Mapping[Any, Any]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+def by_place(item_set: ItemSet, boost_keys: Mapping[Any, Any]) -> Placed:
     """Return the places of boosted keys, ascending, and what each adds; keys that the set has not have none.
 
     Raises ItemSetError: a key of another type, or given twice, or what it adds is no finite number.

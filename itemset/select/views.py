@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet, built
 from itemset.opening import from_index
-from itemset.select.boosts import by_place, check_size, of_keys
+from itemset.select.boosts import Placed, by_place, check_size, of_keys
 from itemset.select.filters import leaves, passing
 from itemset.trie import file as index_file
 from itemset.trie.keys import KeyList, Keys, Test, in_item_order
@@ -110,7 +110,7 @@ def view(
             item_set, passes, lambda: leaves(item_filter, columns.filter(pa.array(ours(np.arange(len(columns))))))
         )
     if boost and boosts_come_first(item_set, exclude_keys, only_keys):
-        seen, boost, boost_keys = boosted(seen, boost, boost_keys), None, None
+        seen, boost, boost_keys = boosted(seen, boost, by_place(seen, boost_keys or {})), None, None
     if exclude_keys is not None:
         seen = without(seen, seen._keys.places_of(exclude_keys))
     if only_keys is not None:  # last: it gives another set, with other places
@@ -119,9 +119,9 @@ def view(
             raise _nothing_left(f"only_keys leaves 0 keys of the {len(seen):,} items")
         seen = only(seen, places)
     if boost:
-        seen = boosted(seen, boost, boost_keys)
+        seen = boosted(seen, boost, by_place(seen, boost_keys or {}))
     elif boost_keys:
-        seen = boosted_by_keys(seen, boost_keys)
+        seen = boosted_by_keys(seen, by_place(seen, boost_keys))
     if seen.is_steered and not item_set.is_steered:
         check_size(seen)
     return seen
@@ -165,15 +165,15 @@ def boosts_come_first(item_set: ItemSet, exclude_keys: Any, only_keys: Any) -> b
     return only_keys is None and (exclude_keys is None or item_set.key_starts is None)
 
 
-def boosted(base: ItemSet, boost: Mapping[str, float], boost_keys: Mapping[Any, float] | None = None) -> ItemSet:
-    """Return the set or view with a potential of each edge. boost, boost_keys: as for `view`. Raises as that.
+def boosted(base: ItemSet, boost: Mapping[str, float], keyed: Placed) -> ItemSet:
+    """Return the set or view with a potential of each edge. boost: as for `view`. keyed: of its `by_place`. Raises as
+    `of_keys`.
 
     Of a set that `only` has made, it is such a set.
     """
     sums, starts, whole = of_keys(base, boost), base.key_starts, base.whole
-    if boost_keys:
-        places, added = by_place(base, boost_keys)
-        sums[places] += added
+    places, added = keyed
+    sums[places] += added
     if base._keys.test is not None:
         sums[~base._keys.passes(np.arange(len(sums)))] = -np.inf
     values = sums if starts is None else np.maximum.reduceat(sums, starts[:-1].astype(np.int64))
@@ -209,12 +209,12 @@ def _with_potential(base: ItemSet, found: NDArray[np.uint32]) -> ItemSet:
     return made
 
 
-def boosted_by_keys(base: ItemSet, boost_keys: Mapping[Any, float]) -> ItemSet:
-    """Return the set or view with the potentials of a few items, in time and memory as many as these. Raises as
-    `view`."""
+def boosted_by_keys(base: ItemSet, keyed: Placed) -> ItemSet:
+    """Return the set or view with the potentials of a few items, in time and memory in proportion to these. keyed: as
+    for `boosted`."""
     if base.rows_of is not None:  # a small set of its own
-        return boosted(base, {}, boost_keys)
-    places, values = by_place(base, boost_keys)
+        return boosted(base, {}, keyed)
+    places, values = keyed
     if not len(places):
         return base
     numbers, starts, whole = places, base.key_starts, base.whole

@@ -86,6 +86,12 @@ class Tables:
         counts = np.unpackbits(self.terminal.view(np.uint8)).reshape(-1, 32).sum(axis=1, dtype=np.uint32)
         return np.append(np.uint32(0), np.cumsum(counts, dtype=np.uint32))
 
+    @cached_property
+    def largest_boost(self) -> float:
+        """Return the most that a boost adds to an item's score, or takes from it."""
+        values = self.potential if len(self.potential) else self.boosted[len(self.boosted) // 2 :]
+        return float(np.abs(values.view(np.float32)).max(initial=0))
+
     @property
     def sections(self) -> dict[str, NDArray[Any]]:
         """Return the arrays of a whole set, by name: what a file and an arena hold."""

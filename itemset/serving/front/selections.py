@@ -167,14 +167,11 @@ def _steering(selection: Mapping[str, Any]) -> tuple[dict[str, Any], float]:
 
 def _steered(seen: ItemSet, steering: Mapping[str, Any]) -> ItemSet:
     """Return the set with boosts, if there are any. Raises RefusedError, which names the field."""
-    if BOOST in steering:
+    if BOOST in steering or BOOST_KEYS in steering:
         with _naming(BOOST_KEYS):
-            by_place(seen, steering.get(BOOST_KEYS, {}))
+            keyed = by_place(seen, steering.get(BOOST_KEYS, {}))
         with _naming(BOOST):
-            return boosted(seen, steering[BOOST], steering.get(BOOST_KEYS))
-    if BOOST_KEYS in steering:
-        with _naming(BOOST_KEYS):
-            return boosted_by_keys(seen, steering[BOOST_KEYS])
+            return boosted(seen, steering[BOOST], keyed) if BOOST in steering else boosted_by_keys(seen, keyed)
     return seen
 
 

@@ -30,8 +30,8 @@ SIGNALS = (signal.SIGKILL, signal.SIGINT, signal.SIGTERM)
 
 @dataclass(frozen=True)
 class End:
-    """How a build ended: its exit status (negative for a signal), the seconds it took, what it said on stderr, the
-    bytes of the index that is there, and the other files in the folder."""
+    """How a build ended: its exit status (negative for a signal), the seconds from its folder on, what it said on
+    stderr, the bytes of the index that is there, and the other files in the folder."""
 
     status: int
     seconds: float
@@ -85,15 +85,21 @@ def end_build(
     seconds: float | None = None,
     by: signal.Signals = signal.SIGKILL,
 ) -> End:
-    """Build on disk, and send the signal after so many seconds where it has not ended."""
+    """Build on disk, and send the signal `seconds` after the build has made its folder, where it has not ended.
+
+    From then on no folder of an earlier build is there.
+    """
     assert server.stdin is not None
     assert server.stdout is not None
     errors = output.parent.parent / "errors"
     os.mkfifo(errors)
+    earlier = set(os.listdir(output.parent))
     print(json.dumps([str(errors), "build", str(source), "--memory", "1MB", "-o", str(output)]), file=server.stdin)
     server.stdin.flush()
     with errors.open() as pipe:
         pid = int(server.stdout.readline())
+        while set(os.listdir(output.parent)) <= earlier and not select.select([server.stdout], [], [], 0.001)[0]:
+            pass
         start = time.perf_counter()
         if not select.select([server.stdout], [], [], seconds)[0]:
             with suppress(ProcessLookupError):  # it has ended just now
@@ -119,6 +125,7 @@ def serve() -> None:
     with tempfile.TemporaryDirectory() as folder:  # compiles what a build runs
         np.save(f"{folder}/a.npy", np.array([[2, 1], [1, 2]], np.uint16))
         itemset.build_external(f"{folder}/a.npy", folder=folder)
+    cli.parse(["build", "a.npy", "-o", "a.itemset"])  # imports what a build runs
     for line in sys.stdin:
         errors, *arguments = json.loads(line)
         pid = os.fork()

@@ -131,6 +131,7 @@ def _interruptible(work: Callable[[], _Sorted], connection: Any) -> _Sorted:
     Ctrl-C reaches only the main thread. DuckDB, and code that DuckDB calls, would take it for a failure of their own.
     """
     with ThreadPoolExecutor(1) as pool:
+        pool.submit(int).result()  # Ctrl-C while a thread starts leaves it out of those that the pool waits for
         future = pool.submit(work)
         try:
             return future.result()

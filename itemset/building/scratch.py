@@ -48,7 +48,11 @@ def scratch_folder(output: str | os.PathLike[str]) -> Iterator[Path]:
                 fcntl.flock(lock, fcntl.LOCK_EX)
             yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        try:
+            shutil.rmtree(folder, ignore_errors=True)
+        except KeyboardInterrupt:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
 
 
 def nameless_file(folder: Path) -> IO[bytes]:

@@ -191,6 +191,24 @@ def test_open_versions_and_copies_stay_two(films, processes, tmp_path):
     assert os.listdir(tmp_path / "cache") == begin  # nothing was copied
 
 
+def test_a_refused_version_leaves_no_copy_when_another_comes_meanwhile(films, processes, tmp_path):
+    asked, refused = processes.preparers[0].answer, films.publish()
+
+    def answer(question: dict[str, Any]) -> dict[str, Any]:
+        if question.get("version") != refused.name:
+            return asked(question)
+        films.publish()
+        return {"refused": "no room"}
+
+    processes.preparers[0].answer = answer  # type: ignore[method-assign]
+    processes.follower.look()
+    assert processes.follower.listed()[0]["version"] == films.versions[-1].name
+    gc.collect()
+    films.publish()
+    processes.follower.look()
+    assert not (tmp_path / "cache" / refused.name).exists()
+
+
 def test_a_version_that_stays_open_is_begun_already(films, processes):
     """As a worker finds that of a rollback."""
     films.publish()

@@ -178,7 +178,7 @@ class Follower:
                 return
             if failed == version:  # else another one became current meanwhile
                 followed.refused = version
-                self._delete_copies([version.name])
+                self._delete_copies([])
                 metrics.REFUSED_VERSIONS.labels(name).inc()
                 self._log.error("Version %s of the item set %r is not served: %s", version.name, name, followed.why)
                 return
@@ -188,6 +188,7 @@ class Follower:
                 return
             except ItemSetError as error:
                 failed, followed.why = version, str(error)
+                self._superseded.add(version.name)  # its copy is here, also if another becomes current meanwhile
 
     def _take_up(self, name: str, version: published.Version) -> None:
         """Have the version opened here and in the engines, and let requests get it.
@@ -211,7 +212,6 @@ class Follower:
             with suppress(ItemSetError):
                 newest = published.current(self._config.where(name))
             if newest != version:
-                self._superseded.add(version.name)  # nothing will serve it, and its copy is here
                 raise ItemSetError("another version became current")
         self._superseded.discard(version.name)
         self._delete_copies(catalogue.serve(opened))

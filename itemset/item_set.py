@@ -286,6 +286,16 @@ class ItemSet:
         tables = self.whole.trie.tables
         return np.concatenate([other._numbers_of(numbering.items_at(tables, part, self.longest)) for part in parts])
 
+    def holding(self, token_ids: Iterable[int]) -> NDArray[np.int64]:
+        """Return the numbers of the items, ascending, that hold one of these tokens."""
+        wanted = np.array([*token_ids], np.int64)
+        found = [np.zeros(0, np.int64)]
+        for part in np.array_split(np.arange(len(self)), 1 + len(self) // _ITEMS_AT_ONCE):
+            rows = numbering.items_at(self.whole.trie.tables, part, self.longest)
+            at = np.flatnonzero(np.isin(rows.tokens, wanted))
+            found.append(part[np.unique(np.searchsorted(rows.offsets, at, side="right") - 1)])
+        return np.concatenate(found)
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the index file; an existing one is replaced at once. Raises ItemSetError if it cannot be written."""
         index_file.write(path, self._header(), self._arrays())
@@ -324,6 +334,28 @@ class ItemSet:
         except ValueError as error:
             raise ItemSetError(f"the index is corrupted, {error}: {AGAIN}") from error
         return built(distinct, pa.concat_arrays(values), columns, self._origin)
+
+    def respelt(self, numbers: NDArray[np.int64], items: Rows, escape: Escape | None) -> "ItemSet":
+        """Return a new set in which the items with these numbers have other tokens, with their keys and attributes.
+
+        items: of each number, the tokens. escape: how all items then stand inside a longer text. Raises ItemSetError.
+        """
+        if self.base is not None:
+            raise ItemSetError("a view cannot be spelt anew: spell its set anew, and make the view again")
+        places, starts = in_item_order(numbers, self.key_starts)
+        stays = np.ones(len(self.keys), np.bool_)
+        stays[places] = False
+        given = as_rows(items, self.vocab_size)
+        if starts is not None:
+            given = given.take(np.repeat(np.arange(len(given)), np.diff(starts)))
+        at = pa.array(places)
+        try:
+            distinct = merged(self.trie, self.key_starts, stays, given)
+        except ValueError as error:
+            raise ItemSetError(f"the index is corrupted, {error}: {AGAIN}") from error
+        columns = pa.concat_tables([self.attributes, self.attributes.take(at)])
+        origin = self._origin._replace(escape=escape)
+        return built(distinct, pa.concat_arrays([self.keys, self.keys.take(at)]), columns, origin)
 
     def _arrays(self) -> dict[str, NDArray[Any]]:
         attributes = {} if self._attributes is None else {"attributes": self._attributes}

@@ -36,6 +36,7 @@ SCHEMAS: dict[str, Any] = {
     "or a constant": {"type": "array", "items": {"anyOf": [FILM, {"const": "unknown"}]}, "minItems": 2, "maxItems": 3},
     "inline": {"type": "object", "properties": {"c": {"type": "string", "item_set": COLOURS}}, "required": ["c"]},
     "quoted": {"type": "object", "properties": {"q": {"type": "string", "item_set": "quoted"}}, "required": ["q"]},
+    "escaped": {"type": "array", "items": {"type": "string", "item_set": "escaped"}, "minItems": 2, "maxItems": 2},
     "some": {
         "type": "array",
         "items": FILM | {"exclude_keys": KEYS[:15]},
@@ -87,11 +88,12 @@ BAD_SLATES: dict[str, dict[str, Any]] = {
 
 
 def sets(directory: Path, tokenizer: Any) -> dict[str, str]:
-    """Files of the sets `titles` and `quoted`, by name."""
+    """Files of the sets `titles`, `quoted` and `escaped`, by name."""
     places = {"place": range(len(TITLES))}
     itemset.build_text(TITLES, tokenizer, keys=KEYS, attributes=places).save(directory / "titles.itemset")
-    itemset.build_text(QUOTED, tokenizer, escape="json").save(directory / "quoted.itemset")
-    return {name: str(directory / f"{name}.itemset") for name in ("titles", "quoted")}
+    itemset.build_text(QUOTED, tokenizer).save(directory / "quoted.itemset")
+    itemset.build_text(QUOTED, tokenizer, escape="json").save(directory / "escaped.itemset")
+    return {name: str(directory / f"{name}.itemset") for name in ("titles", "quoted", "escaped")}
 
 
 def check_json(name: str, text: str, items: Sequence[dict[str, Any]]) -> None:
@@ -101,9 +103,9 @@ def check_json(name: str, text: str, items: Sequence[dict[str, Any]]) -> None:
     assert {item["path"] for item in items} == {path for path in strings if strings[path] not in ("unknown", None)}
     for item in items:
         assert item["text"] == strings[item["path"]]
-        allowed = {"inline": COLOURS, "quoted": QUOTED}.get(name, TITLES)
+        allowed = {"inline": COLOURS, "quoted": QUOTED, "escaped": QUOTED}.get(name, TITLES)
         at = allowed.index(item["text"])
-        assert item.get("set") == {"inline": None, "quoted": "quoted"}.get(name, "titles")
+        assert item.get("set") == {"inline": None, "quoted": name, "escaped": name}.get(name, "titles")
         assert item["key"] == (at if allowed is not TITLES else KEYS[at])
         assert item["keys"] == [item["key"]]
     if name in ("slate", "some"):

@@ -25,7 +25,7 @@ from itemset.select.prompt_items import TextIndex
 from itemset.select.views import view_from_bytes
 from itemset.serving.config import StaticConfig
 from itemset.serving.private_copies import delete_unused, open_copy
-from itemset.serving.wire import VERSION, Prepare, SetRef, part_of, version_of, version_reference
+from itemset.serving.wire import FORM, VERSION, Prepare, SetRef, part_of, version_of, version_reference
 
 OVERHEAD = 4_000  # bytes of Python objects around an open set, as measured: docs/serving.md
 _ROUNDING = 128  # bytes of an arena that an array, or a set, takes more at most
@@ -213,9 +213,13 @@ class Catalogue:
     def __getitem__(self, reference: str) -> ItemSet:
         """Return the set of a reference or a name. Raises RefusedError if this process cannot have it."""
         item_set, (version, name) = self.known(reference), version_of(reference)
-        if item_set is None and reference.startswith(VERSION):
-            with suppress(ItemSetError):  # closed here, while a request elsewhere has held it: there is a copy then
+        with suppress(ItemSetError):  # closed here, while a request elsewhere has held it: there is a copy then
+            if item_set is None and reference.startswith(VERSION):
                 item_set = self.open(name, version, None).item_set
+            elif item_set is None and reference.startswith(FORM):
+                form = reference.removeprefix(FORM).partition("@")[0]
+                item_set, _ = open_copy(None, self._config.item_set_cache, form)
+                self.keep(InlineSet(reference, item_set, nbytes=item_set.nbytes + OVERHEAD))
         if item_set is None:
             raise self.unknown(reference)
         return item_set
@@ -301,7 +305,7 @@ class Catalogue:
         if (kept := self.inline(ref.reference)) is not None:
             return kept
         below = below if base is None else base.item_set
-        if below is None and (of := part_of(ref.reference)).startswith(VERSION):
+        if below is None and (of := part_of(ref.reference)).startswith((FORM, VERSION)):
             below = self[of]
         made = InlineSet.from_index(ref.reference, ref.index, below, base=base)
         return self.keep(made) if keep else made

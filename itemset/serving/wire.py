@@ -22,9 +22,10 @@ LOGPROBS = "item_logprobs"
 """Asks every candidate for log q and log p of each of its tokens: see `front.answer_fields.item_logprobs`."""
 MOST_LOGITS = 1 << 30
 """Bytes of logits that a worker of vLLM has in memory at once for lists; a draft head's beams are limited by it."""
-INLINE, VIEW, VERSION = "inline:", "view:", "version:"
-"""How references begin: INLINE + digest, of texts; VERSION + version + "@" + name, of a registered set; VIEW +
-digest + "@" + reference, of what a filter or keys leave of another."""
+INLINE, VIEW, FORM, VERSION = "inline:", "view:", "form:", "version:"
+"""How references begin: INLINE + digest, of texts; VERSION + version + "@" + name, of a registered set; FORM +
+version + "@" + reference, of that as some places spell its items; VIEW + digest + "@" + reference, of what a filter or
+keys leave of another."""
 
 Tokens = tuple[int, ...]
 
@@ -242,9 +243,14 @@ def part_reference(digest: str, of: str) -> str:
     return f"{VIEW}{digest}@{of}"
 
 
+def form_reference(version: str, of: str) -> str:
+    """Return the reference of a registered set in another spelling. version: of that one's index."""
+    return f"{FORM}{version}@{of}"
+
+
 def part_of(reference: str) -> str:
-    """Return the reference of what a selection was made of; the empty one of anything else."""
-    return reference.partition("@")[2] if reference.startswith(VIEW) else ""
+    """Return the reference of what a selection, or another spelling, was made of; the empty one of anything else."""
+    return reference.partition("@")[2] if reference.startswith((VIEW, FORM)) else ""
 
 
 def version_of(reference: str) -> tuple[str, str]:

@@ -10,6 +10,7 @@ from typing import Any
 from itemset.errors import ItemSetError
 from itemset.serving.catalogue import Catalogue, InlineSet, Opened, RefusedError
 from itemset.serving.config import ModelLimits, StaticConfig, Words
+from itemset.serving.front.forms import Forms
 from itemset.serving.front.inline import InlineTexts
 from itemset.serving.front.request import ItemRequest
 from itemset.serving.front.request_fields import PROMPT
@@ -39,8 +40,9 @@ class Checks:
         self._tokenizer = tokenizer
         self._inline = InlineTexts(self.catalogue, config, self._tokenizer, words, limits, on_encoded)
         self._selections = Chosen(self.catalogue, config, words, tokenizer)
+        self._forms = Forms(self.catalogue, config, tokenizer)
         self._threads = ThreadPoolExecutor(4, "item-filters")
-        self._prompts = ThreadPoolExecutor(1, "prompt-items")  # nothing else waits for an index of titles
+        self._slow = ThreadPoolExecutor(1, "item-texts")  # nothing else waits for an index of titles, or their spelling
         for opened in self.catalogue.serving.values():
             try:
                 self._check(opened)
@@ -103,18 +105,20 @@ class Checks:
         if asked.choice is not None:
             made = self._inline.get(asked.choice, asked.escape)
         else:
-            of = self.catalogue.reference(asked.item_set or "")
+            of = self._forms.reference(self.catalogue.reference(asked.item_set or ""), asked.escape)
             made = self._selections.get(asked.selection, of, prompt) if asked.chooses else self.catalogue.made(of)
         return self._selections.tempered(made, asked) if asked.temperature > 1 else made
 
     async def prepare(self, asked: ItemRequest, prompt: Prompt | None = None) -> InlineSet:
         """Do `made` beside the event loop, of which it takes a millisecond. Encoding stops if nobody waits for it."""
-        threads = self._prompts if PROMPT in asked.selection else self._threads
+        of = "" if asked.choice is not None else self.catalogue.reference(asked.item_set or "")
+        is_slow = PROMPT in asked.selection or not self._forms.has(of, asked.escape)
+        threads = self._slow if is_slow else self._threads
         run: Any = partial(asyncio.get_running_loop().run_in_executor, threads)
         if asked.choice is not None:
             made = await self._inline.prepare(asked.choice, asked.escape)
             return await run(self._selections.tempered, made, asked) if asked.temperature > 1 else made
-        return await run(self.made, asked, prompt) if asked.chooses else self.made(asked)
+        return await run(self.made, asked, prompt) if asked.chooses or is_slow else self.made(asked)
 
     def request(
         self, made: InlineSet, *, prompt_tokens: int, min_tokens: int, stop_tokens: Collection[int], after: int = 0

@@ -7,23 +7,21 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import xgrammar
-from numpy.typing import NDArray
 
 from itemset.embedded.holes import Once, Vocabulary
 from itemset.embedded.placement import Marked, Place
 from itemset.embedded.rewrite import Marker
 from itemset.errors import ItemSetError
-from itemset.item_set import ItemSet
 from itemset.serving.catalogue import InlineSet, RefusedError
 from itemset.serving.constraint import JSON, LARK, SLATE, SMALL, TAG, Constraint, SetHole
 from itemset.serving.front.admission import Checks
 from itemset.serving.front.lost_fields import is_small, may_hold
 from itemset.serving.front.request import ItemRequest
-from itemset.text import Escape, continues
+from itemset.text import Escape
 
 _MARKED, _LONGEST_KEPT = 8 << 20, 1 << 18  # characters of the constraints whose marks are kept, and of one
 _THREADS = 2
@@ -57,7 +55,6 @@ class Constraints:
         self._threads = ThreadPoolExecutor(_THREADS, "item-holes")
         # What may take xgrammar long waits for its like alone. xgrammar cannot be stopped; what waits can.
         self._large = ThreadPoolExecutor(1, "item-holes-large")
-        self._unsafe: NDArray[np.bool_] | None = None
 
     def get(self, kind: str, spec: Any) -> Constraint | None:
         """Return the constraint, None if no set stands in it. Raises RefusedError for what cannot hold, or be made."""
@@ -116,19 +113,17 @@ class Constraints:
     def _size(self, place: Place) -> int:
         if isinstance(place.named, list):
             return len({str(text) for text in place.named})
-        return len(self._checks.made(self._asked(place)).item_set)
+        return len(self._checks.made(replace(self._asked(place), escape=None)).item_set)  # as many in any spelling
 
     def _asked(self, place: Place) -> ItemRequest:
-        if isinstance(place.named, str):
-            return ItemRequest(place.named, selection=place.selection)
         escape: Escape = "json" if place.quoted else "text"
+        if isinstance(place.named, str):
+            return ItemRequest(place.named, selection=place.selection, escape=escape)
         return ItemRequest(choice=list(place.named), escape=escape)
 
     def _assembled(self, kind: str, marked: Marked, made: list[InlineSet]) -> Constraint:
         holes = list(map(SetHole, marked.holes, marked.closers(), made))
         for place, _, one in holes:
-            if isinstance(place.named, str):
-                self._check_texts(place, one.item_set)
             if kind == SLATE and not place.closers and one.item_set.trie.tables.terminal.any():
                 raise RefusedError(
                     "item set inside",
@@ -142,24 +137,3 @@ class Constraints:
         except RuntimeError as error:  # what the engine would find, too late to refuse the request
             raise RefusedError("item set inside", f"the constraint cannot be used: {error}") from error
         return Constraint(kind, grammar, holes, compiled)
-
-    def _check_texts(self, place: Place, item_set: ItemSet) -> None:
-        """Raises RefusedError for a set whose texts must be escaped otherwise where it stands."""
-        unsafe = self._to_be_escaped(item_set.whole)
-        how = "json" if place.quoted else "text"
-        if place.quoted and unsafe and item_set.whole.escape != "json":
-            why = "has items with a quote, a backslash or a control character, which a JSON string must escape"
-        elif not place.quoted and unsafe and item_set.whole.escape == "json":
-            why = "has items that are escaped for JSON strings, and stands in none"
-        elif item_set.whole.escape is None and item_set.tokenizer is not None and not continues(self._tokenizer):
-            why = "has items as the model's tokenizer encodes them at the beginning of a text, after a space"
-        else:
-            return
-        mend = f"build a set of its own for this place with --escape {how}, or serve FILE?escape={how}"
-        raise RefusedError("item set inside", f"{place.path}: the item set {place.named!r} {why}: {mend}")
-
-    def _to_be_escaped(self, item_set: ItemSet) -> bool:
-        if self._unsafe is None:
-            harmful = {*range(32), ord('"'), ord("\\")}
-            self._unsafe = np.array([not harmful.isdisjoint(text) for text in self.vocabulary.get().bytes])
-        return bool(self._unsafe[item_set.token_ids[item_set.token_ids < len(self._unsafe)]].any())

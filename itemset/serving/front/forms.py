@@ -1,0 +1,124 @@
+"""Registered sets as places inside longer texts spell their items: escaped in JSON strings, or after other text.
+
+Most items have the same tokens in all places. A form is the set in which the others are encoded anew, with the same
+keys and attributes. It is made when a request first needs it, lies beside the private copies for the next start, and
+reaches the engines as one of these copies: its version is in the request's reference.
+"""
+
+import fcntl
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterable
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from itemset.errors import ItemSetError, shown
+from itemset.item_set import ItemSet
+from itemset.serving.catalogue import Catalogue, RefusedError
+from itemset.serving.config import StaticConfig
+from itemset.serving.private_copies import folder_of, open_copy
+from itemset.serving.wire import form_reference, version_of
+from itemset.storage import locked
+from itemset.text import BATCH, Escape, continues, decoded, encode
+from itemset.trie.rows import Rows
+
+logger = logging.getLogger(__name__)
+_HARMFUL = {*map(chr, range(32)), '"', "\\"}  # characters that a JSON string must escape
+
+
+class Forms:
+    """Those of one front end. Safe for threads."""
+
+    def __init__(self, catalogue: Catalogue, config: StaticConfig, tokenizer: Any) -> None:
+        self._catalogue, self._config, self._tokenizer = catalogue, config, tokenizer
+        self._known: dict[tuple[str, Escape], str] = {}  # by reference and place: the form's reference
+        self._lock = threading.Lock()
+
+    def has(self, of: str, escape: Escape | None) -> bool:
+        """Return whether `reference` returns at once."""
+        return escape is None or (of, escape) in self._known
+
+    def reference(self, of: str, escape: Escape | None) -> str:
+        """Return the reference of a set's form, or of the set itself if it has all of its tokens there.
+
+        of: its own. escape: how items stand in the place, None for answers of their own. Waits until the form is made.
+        Raises RefusedError for items that cannot stand there.
+        """
+        if escape is None:
+            return of
+        if (known := self._known.get((of, escape))) is not None:
+            return known
+        with self._lock:
+            if (known := self._known.get((of, escape))) is None:
+                known = self._made(of, escape)
+                open_now = {one.reference for one in self._catalogue.serving.values()}
+                self._known = {key: one for key, one in self._known.items() if key[0] in open_now}
+                self._known[of, escape] = known
+            return known
+
+    def _made(self, of: str, escape: Escape) -> str:
+        item_set, (version, name) = self._catalogue[of], version_of(of)
+        numbers = self._to_respell(item_set, escape)
+        if not len(numbers):
+            return of
+        if item_set.tokenizer is None:
+            text = decoded(item_set.items_at(numbers[:1]), self._tokenizer)[0]
+            raise RefusedError(
+                "item set inside",
+                f"the item set {name!r} is of token ids, which have one spelling, and some of its items, such as "
+                f"{shown(text)}, must be escaped in a JSON string: build it of texts (itemset build --tokenizer)",
+            )
+        config = self._config
+        try:
+            copies = folder_of(config.item_set_cache)
+            folder = copies / "built"
+            folder.mkdir(mode=0o700, exist_ok=True)
+            index = folder / f"{version}-{escape}.itemset"
+            with locked(folder / "lock", fcntl.LOCK_EX, 0o600):
+                if index.exists():
+                    os.utime(index)
+                else:
+                    self._make(item_set, name, numbers, escape, index)
+                _, form = open_copy(index, config.item_set_cache)
+        except OSError as error:
+            raise ItemSetError(f"{error.filename} cannot be used: {error.strerror}") from error
+        return form_reference(form, of)
+
+    def _to_respell(self, item_set: ItemSet, escape: Escape) -> NDArray[np.int64]:
+        """Return the numbers of the items that may have other tokens in such a place."""
+        if item_set.escape == escape:
+            return np.zeros(0, np.int64)
+        if item_set.escape is None and item_set.tokenizer is not None and not self._continues:
+            return np.arange(len(item_set))
+        if "json" not in (item_set.escape, escape):
+            return np.zeros(0, np.int64)
+        token_ids = item_set.token_ids.tolist()
+        texts = decoded([[token] for token in token_ids], self._tokenizer)
+        return item_set.holding(token for token, text in zip(token_ids, texts, strict=True) if _HARMFUL & {*text})
+
+    @cached_property
+    def _continues(self) -> bool:
+        return continues(self._tokenizer)
+
+    def _make(self, item_set: ItemSet, name: str, numbers: NDArray[np.int64], escape: Escape, index: Path) -> None:
+        began = time.monotonic()
+        parts = np.array_split(numbers, 1 + len(numbers) // BATCH)
+        texts: Iterable[str] = chain.from_iterable(decoded(item_set.items_at(part), self._tokenizer) for part in parts)
+        if item_set.escape == "json":
+            texts = (json.loads(f'"{text}"', strict=False) for text in texts)
+        called = f"the item set {name!r} inside longer texts: an item"
+        rows = Rows(*encode(texts, self._tokenizer, escape=escape, name=called))
+        made = item_set.respelt(numbers, rows, escape)
+        made.save(index)
+        seconds, nbytes = time.monotonic() - began, index.stat().st_size
+        where = "JSON strings" if escape == "json" else "other texts"
+        text = "Item set %r inside %s: %s of %s items encoded anew in %.2f s, an index of %s bytes"
+        logger.info(text, name, where, f"{len(numbers):,}", f"{len(item_set):,}", seconds, f"{nbytes:,}")

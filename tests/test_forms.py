@@ -1,0 +1,100 @@
+"""One registered set in every place: its items in JSON strings and inside other texts, made of its own."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from holes import FILMS
+from live import OPTIONS
+from real_tokenizers import NAMES, tokenizer
+
+import itemset
+from itemset import published
+from itemset.item_set import ItemSet
+from itemset.serving.catalogue import Catalogue, RefusedError
+from itemset.serving.config import ModelLimits, StaticConfig, Words
+from itemset.serving.front.admission import Checks
+from itemset.serving.front.forms import Forms
+from itemset.serving.front.request import ItemRequest
+from itemset.serving.wire import name_of
+
+WORDS = Words("max_model_len", "--max-model-len", "min_tokens", "--additional-config")
+SPELT = [None, "json", "text"]
+
+
+def options(folder: Path, **sets: Any) -> dict[str, Any]:
+    return {**OPTIONS, "item_set_cache": str(folder / "cache"), "item_sets": sets}
+
+
+def told(item_set: ItemSet) -> dict[tuple[int, ...], Any]:
+    """What a set says of its items, by their tokens."""
+    items = item_set.items()
+    attributes = item_set.attributes_of(items, ["length"])
+    each = zip(items, item_set.keys_of(items), attributes, strict=True)
+    return {tuple(item): (keys, of_keys) for item, keys, of_keys in each}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("escape", SPELT)
+@pytest.mark.parametrize("place", ["json", "text"])
+def test_a_form_is_the_set_that_a_build_for_its_place_gives(name: str, escape: Any, place: Any, tmp_path: Path) -> None:
+    texts = [*FILMS, FILMS[0], FILMS[10]]  # two have two keys
+    how: dict[str, Any] = {"attributes": {"length": [len(text) for text in texts]}}
+    own = itemset.build_text(texts, tokenizer(name), escape=escape, **how)
+    own.save(tmp_path / "films.itemset")
+    config = StaticConfig.of(options(tmp_path, films=str(tmp_path / "films.itemset")))
+    front = Catalogue(config)
+    reference = Forms(front, config, tokenizer(name)).reference(of := front.reference("films"), place)
+    expected = itemset.build_text(texts, tokenizer(name), escape=place, **how)
+    assert told(front[reference]) == told(expected)
+    assert (reference == of) == (told(own) == told(expected))
+    assert front.version_fields(reference) == front.version_fields(of)
+    assert name_of(reference) == "films"
+    assert told(Catalogue(config)[reference]) == told(expected)  # as an engine has it, of the reference alone
+
+
+def test_a_form_follows_its_set(tmp_path: Path) -> None:
+    """Each version has its own, which the next start finds; a request keeps the one that it began with."""
+    own, folder = tokenizer("tiny"), tmp_path / "quotes"
+
+    def publish(texts: list[str]) -> published.Version:
+        itemset.build_text(texts, own, attributes={"length": list(map(len, texts))}).save(tmp_path / "next.itemset")
+        return published.publish(tmp_path / "next.itemset", folder)
+
+    publish(['a "b"', "c"])
+    config = StaticConfig.of(options(tmp_path, quotes=str(folder)))
+    checks = Checks(config, own, WORDS, ModelLimits(2112, 256, 0, {1}))
+    asked = ItemRequest(item_set="quotes", escape="json")
+    first = checks.made(asked)
+    assert checks.made(asked).reference == first.reference
+    assert {text: len(checks.made(ItemRequest(item_set="quotes", selection={"item_filter": {"length": length}},
+            escape="json")).item_set) for text, length in (("c", 1), ("a", 5))} == {"c": 1, "a": 1}  # fmt: skip
+    engine, version = Catalogue(config), publish(['a "b"', "d\\e", "f"])
+    checks.catalogue.serve(checks.open("quotes", version.name, version.path))
+    second = checks.made(asked)
+    assert (len(first.item_set), len(second.item_set)) == (2, 3)
+    assert sorted(own.batch_decode(second.item_set.items())) == ['a \\"b\\"', "d\\\\e", "f"]
+    assert [len(engine[one.reference]) for one in (first, second)] == [2, 3]
+    assert checks.catalogue.version_fields(second.reference) == {"item_set_version": version.name}
+    built = {one.name: one.stat().st_mtime_ns for one in os.scandir(tmp_path / "cache" / "built") if "json" in one.name}
+    assert len(built) == 2
+    again = Checks(StaticConfig.of(options(tmp_path, quotes=str(folder))), own, WORDS, ModelLimits(2112, 256, 0, {1}))
+    assert again.made(asked).reference == second.reference
+
+
+def test_token_ids_have_one_spelling(tmp_path: Path) -> None:
+    own = tokenizer("tiny")
+    (quote,) = own.encode('"', add_special_tokens=False)
+    itemset.build([[quote, 40], [41]]).save(tmp_path / "ids.itemset")
+    itemset.build([[40], [41]]).save(tmp_path / "plain.itemset")
+    paths = {name: str(tmp_path / f"{name}.itemset") for name in ("ids", "plain")}
+    config = StaticConfig.of(options(tmp_path, **paths))
+    catalogue = Catalogue(config)
+    forms, plain, ids = Forms(catalogue, config, own), *map(catalogue.reference, ("plain", "ids"))
+    assert forms.reference(plain, "json") == plain
+    assert forms.reference(ids, "text") == ids
+    with pytest.raises(RefusedError, match=r"'ids' is of token ids, .* must be escaped in a JSON string: build it of"):
+        forms.reference(ids, "json")

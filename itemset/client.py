@@ -85,9 +85,9 @@ def rank(client: Any, item_set: Sets, prompt: Prompt, n: int = 10, **options: An
     n if that is more: `list[Item]`. `exact=True` proves that there are no better ones.
 
     item_set: the name of a registered set, or a list of texts. n: items; fewer if the set has fewer. options: those of
-    a ranked list (`width`, `exact`, `at_most`, ...), what chooses among the items (`item_filter`, `exclude_keys`,
-    `only_keys`, `exclude_prompt`), what adds to their scores (`boost`, `boost_keys`), and arguments of the client's
-    call (`model`).
+    a ranked list (`width`, `exact`, `at_most`, `explore`, ...), what chooses among the items (`item_filter`,
+    `exclude_keys`, `only_keys`, `exclude_prompt`), what adds to their scores (`boost`, `boost_keys`), and arguments of
+    the client's call (`model`).
     """
     words = _named(item_set) | {"use_beam_search": True, "n": n}
     return _asked(client, prompt, words, options, _items)

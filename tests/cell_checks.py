@@ -100,10 +100,14 @@ def inside(pattern: str, path: str | None = None, **more: Any) -> Check:
 
 
 def ranked(
-    n: int, *, among: Sequence[str] = TITLES, proven: bool | None = None, shares: bool = False, version: bool = False
-) -> Check:
+    n: int, *, among: Sequence[str] = TITLES, proven: bool | None = None, shares: bool = False, version: bool = False,
+    drawn: int = 0,
+) -> Check:  # fmt: skip
     def check(gots: Sequence[Got]) -> None:
-        assert [got.item["rank"] for got in gots] == [*range(1, n + 1)]
+        assert [got.item["rank"] for got in gots] == [*range(1, n + drawn + 1)]
+        assert ["explored" in got.item for got in gots] == [False] * n + [True] * drawn
+        assert len({got.text for got in gots}) == n + drawn
+        gots = gots[:n]
         scores = [got.item["score"] for got in gots]
         assert scores == sorted(scores, reverse=True)
         assert len({got.text for got in gots} & set(among)) == n

@@ -204,6 +204,7 @@ CELLS = [
                 ("`renormalised: true`", {"renormalised": True}, ranked(4, shares=True)),
                 ("`without_end: true`", {"without_end": True}, ranked(4)),
                 ('`at_most: {"brand": 2}`', {"at_most": {"place": 1}}, ranked(4)),
+                ("`explore: N`", {"explore": 2}, ranked(2, drawn=2)),
                 (STEERED, {"boost": {"place": 0.5}}, ranked(4)),
                 (STEERED, {"boost_keys": {KEYS[3]: 2.5}}, ranked(4)),
                 (STEERED, {"normalise_length": 1}, ranked(4)),

@@ -142,6 +142,21 @@ def test_a_list_of_at_most_so_many_of_one_value(engine, oracle, words, least, mo
         assert found.proven or words == {"width": 12}
 
 
+def test_a_list_that_explores(engine, oracle):
+    """The best are those of a shorter list, whoever makes it; the others are drawn, each time anew."""
+    ranked = oracle(sorted({tuple(item) for item in tagged_items()}))
+    seen = set()
+    for _ in range(3):
+        (found,) = engine.rank(7, [PROMPT], item_set="tagged", explore=3, width=12)
+        check(found._replace(items=found.items[:4]), ranked[:4])
+        drawn = [tokens[:-1] for _, tokens in found.items[4:]]
+        scores = {item: score for score, item in ranked[4:]}
+        assert len({*drawn}) == 3
+        np.testing.assert_allclose([score for score, _ in found.items[4:]], [scores[one] for one in drawn], atol=2e-3)
+        seen |= {*drawn}
+    assert len(seen) > 3
+
+
 def test_no_item_that_the_prompt_holds(engine, oracle):
     """Items of token ids, by their tokens: in lists, draws and samples, those of each prompt for itself."""
     keys: dict[tuple[int, ...], list[str]] = {}

@@ -30,6 +30,7 @@ def test_what_a_request_asks_for():
     assert asked("films", k=10, width=64, exact=True, max_passes=9, use_beam_search=True).several == best
     assert asked("films", k=10).several == ListOptions(10)
     assert asked("films", k=3, at_most={"a": 1}).several == ListOptions(3, at_most={"a": 1})
+    assert asked("films", k=3, explore=2).several == ListOptions(3, explore=2)
     assert asked("films", exclude_prompt=True) == ItemRequest("films", selection={"exclude_prompt": True})
     assert asked("films", exclude_prompt=False) == ItemRequest("films")
     assert asked("films", return_set_weight=True) == ItemRequest("films", weighed="return_set_weight")
@@ -62,6 +63,21 @@ def test_what_a_request_asks_for():
         ({"named": "a", "return_set_weigth": True}, "did you mean return_set_weight?", "return_set_weigth"),
         ({"named": "a", "k": 2, "exact": "yes"}, "exact must be true or false, not 'yes'", "exact"),
         ({"named": "a", "k": 2, "renormalised": 1}, "renormalised must be true or false, not 1", "renormalised"),
+        (
+            {"named": "a", "k": 2, "explore": 2},
+            "explore=2 of n=2 leaves no best item: lower it, or ask for draws",
+            "explore",
+        ),
+        (
+            {"named": "a", "k": 2, "explore": 0},
+            "explore must be how many of the n items are draws, at least",
+            "explore",
+        ),
+        ({"named": "a", "k": 2, "explore": True}, "explore must be how many of the n items are draws", "explore"),
+        ({"named": "a", "k": 2, "explore": 1, "at_most": {"a": 1}}, "leave at_most or explore out", "at_most"),
+        ({"named": "a", "k": 2, "explore": 1, "without_end": True}, "leave without_end or explore out", "without_end"),
+        ({"named": "a", "explore": 1}, "explore is for ranked lists: add use_beam_search and n", "explore"),
+        ({"named": "a", "k": 2, "explor": 1}, "did you mean explore?", "explor"),
         ({"named": "a", "k": 2, "at_most": {"a": 1.5}}, "at_most must be an object of at most 8 attributes", "at_most"),
         ({"named": "a", "k": 2, "at_most": {1: 2}}, "at_most must be an object", "at_most"),
         ({"named": "a", "k": 2, "at_most": {f"{i}": 2 for i in range(9)}}, "at_most must be an object", "at_most"),
@@ -184,8 +200,8 @@ def test_a_list_has_64_beams_unless_it_says_otherwise(given, items, most, beams)
         (900, None, 10_000, 1_000, (1_000, 1_000)),
     ],
 )
-def test_of_a_list_with_quotas_an_engine_makes_a_longer_one(n, width, items, most, listed):
+def test_of_a_list_of_engine_an_engine_makes_a_longer_one(n, width, items, most, listed):
     plain = ListOptions(n, width=width).with_beams(items, most)
-    options = ListOptions(n, width=width, at_most={"a": 1}).with_beams(items, most).with_quotas(items, most)
+    options = ListOptions(n, width=width, at_most={"a": 1}).with_beams(items, most).of_engine(items, most)
     assert (options.n, options.beam) == listed
-    assert plain.with_quotas(items, most) == plain
+    assert plain.of_engine(items, most) == plain

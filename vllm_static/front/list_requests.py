@@ -28,7 +28,7 @@ from itemset.serving.front.request_fields import ATTRIBUTES, LOGPROBS, OPTIONS, 
 from vllm_static import compat
 from vllm_static.v1 import model_runner
 
-_IN_SOME = {"score", "attributes", "keys_attributes", "exact", "weight", "accepted", "candidates"}
+_IN_SOME = {"score", "attributes", "keys_attributes", "exact", "explored", "weight", "accepted", "candidates"}
 _OF_SEARCH = {"proven", "passes", "rounds", "open"}
 ABORT = "abort"  # vLLM's word for why an answer ended
 _NEAR = 8  # tokens before an item that its text may depend on
@@ -47,6 +47,7 @@ class RankingParams(BeamSearchParams, kw_only=True):  # type: ignore[call-arg]
     without_end: bool = False
     normalise_length: float | None = None
     at_most: dict[str, int] | None = None
+    explore: int | None = None
     item_attributes: bool | Sequence[str] = False
 
     def __post_init__(self) -> None:

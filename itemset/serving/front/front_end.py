@@ -168,7 +168,7 @@ class FrontEndBase:
         if isinstance(options, ListOptions):
             most = min(self.config.ranked_list_limit, self.one_request.usual_beams(made.reference))
             options = options.with_beams(len(made.item_set), most)
-            listed = options.with_quotas(len(made.item_set), most)
+            listed = options.of_engine(len(made.item_set), most)
             placeholders = self._placeholders(made, listed)
         after += len(placeholders)
         self.checks.request(made, prompt_tokens=prompt_tokens, min_tokens=0, stop_tokens=[end_token], after=after)

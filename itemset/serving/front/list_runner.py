@@ -14,6 +14,7 @@ import msgspec
 
 from itemset.item_set import ItemSet
 from itemset.ranking.exact_sampling import CutOffError, Drawing
+from itemset.ranking.exploring import Exploring
 from itemset.ranking.importance import Importance
 from itemset.ranking.quotas import QuotaSearch
 from itemset.ranking.scored_tree import Answer, Pass
@@ -64,10 +65,13 @@ def search_for(
     most, given = max(1, most), msgspec.structs.asdict(options)
     if isinstance(options, ListOptions):
         scored_end = None if given.pop("without_end") else end_token
-        given |= {"k": given.pop("n"), "end_token": scored_end, "proof_passes": most, "boost": boost}
+        explored = given.pop("explore") or 0
+        given |= {"k": given.pop("n") - explored, "end_token": scored_end, "proof_passes": most, "boost": boost}
         if at_most := given.pop("at_most"):
             return QuotaSearch(item_set, at_most=at_most, most=limit, **given)
-        return Search(item_set, **given)
+        best = Search(item_set, **given)
+        limits: dict[str, Any] = {"end_token": end_token, "boost": boost, "max_passes": options.max_passes or most}
+        return Exploring(item_set, best, explored, **limits) if explored else best
     n, passes = options.n, options.max_passes or most
     if options.draw == IMPORTANCE:
         common: dict[str, Any] = {"end_token": end_token, "seed": options.seed, "max_passes": passes}
@@ -202,9 +206,9 @@ class OneRequest:
             (items,) = result.items
             ranked = ordered(items, search.tree.scores(items))
             made = Found(ranked, result.passes, result.rounds, proven=result.proven)
-            if isinstance(search, QuotaSearch):
+            if isinstance(search, QuotaSearch | Exploring):
                 search.begin_with(made)
-                made = None  # it chooses on a thread
+                made = None  # it chooses, or goes on, on a thread
         else:
             reason = reason or NoList.HOST_PATH
             way = result.detail if result.detail and reason.scope == "engine" else reason.value

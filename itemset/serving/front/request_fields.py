@@ -206,10 +206,19 @@ class ListOptions(_Options, frozen=True):
     without_end: _Flag = False
     normalise_length: Annotated[float, Meta(ge=0, le=2, description="a power of its tokens, 0 to 2")] = 0.0
     at_most: Annotated[_Quotas | None, Meta(description=_QUOTAS)] = None
+    explore: Annotated[_Count | None, Meta(description="how many of the n items are draws, at least 1")] = None
 
     def __post_init__(self) -> None:
-        """Raises RefusedError for a value of another type, or a beam too narrow for `n` items."""
+        """Raises RefusedError for a value of another type, a beam too narrow for `n` items, or draws beside what is not
+        drawn by."""
         super().__post_init__()
+        if self.explore is not None and self.explore >= self.n:
+            message = f"explore={self.explore:,} of n={self.n:,} leaves no best item: lower it, or ask for {DRAWS}"
+            raise wrong_type(message, "explore")
+        for name in ("renormalised", "without_end", "normalise_length", "at_most") if self.explore else ():
+            if getattr(self, name):
+                message = f"explore draws by the model's own probabilities and boosts: leave {name} or explore out"
+                raise wrong_type(message, name)
         *_, last = [self.beam] if isinstance(self.beam, int) else self.beam
         if last < self.n:
             message = f"width={last:,} finds no {self.n:,} items: set it to at least {self.n:,}"
@@ -221,8 +230,11 @@ class ListOptions(_Options, frozen=True):
             return self
         return msgspec.structs.replace(self, width=max(self.n, min(USUAL_BEAMS, items, most)))
 
-    def with_quotas(self, items: int, most: int) -> Self:
-        """Return the options of the longer list that an engine makes, out of which `at_most` chooses."""
+    def of_engine(self, items: int, most: int) -> Self:
+        """Return the options of the list that an engine makes: a longer one, out of which `at_most` chooses, or a
+        shorter one, which `explore` goes on from."""
+        if self.explore:
+            return msgspec.structs.replace(self, n=self.n - self.explore, explore=None)
         if not self.at_most:
             return self
         n = max(self.n, min(max(USUAL_BEAMS, 4 * self.n), items, most))

@@ -30,7 +30,7 @@ from itemset.serving.wire import EngineRequest, ListResult, NoList, Tokens
 from sglang_static.front.request import CARRIED
 
 AFTER = 5  # of the context: SGLang takes prompts shorter than that (managers/tp_worker.py, max_req_input_len)
-_OF_DRAWS = ("draw", "exact", "weight", "accepted", "candidates", "open")
+_OF_DRAWS = ("draw", "exact", "explored", "weight", "accepted", "candidates", "open")
 _OF_KEYS = ("key", "keys", "attributes", "keys_attributes")
 _IN_ITEM = ("rank", "logprob", *_OF_KEYS, "proven", *_OF_DRAWS, "passes", "rounds", "item_set_version")
 Generate = Callable[..., AsyncGenerator[Any, None]]

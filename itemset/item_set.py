@@ -89,8 +89,7 @@ class ItemSet:
 
     @functools.cached_property
     def attributes(self) -> pa.Table:
-        """Return the attributes, a row for each of `keys`; texts may be dictionary-encoded. No columns if there are
-        none.
+        """Attributes, a row for each of `keys`, without columns if there are none. Texts may be dictionary-encoded.
 
         The first time, all of them are read and checked: raises ItemSetError if they are damaged.
         """
@@ -181,8 +180,7 @@ class ItemSet:
     def attributes_of(self, items: Any, names: Sequence[str]) -> list[list[dict[str, Any]]]:
         """Return of each item the attributes of each of its keys, in the order of `keys_of`, as JSON has them.
 
-        items: as for `build`. names: of attributes; those that the set has not are omitted. Raises ItemSetError for the
-        first that is no item of the set.
+        items: as for `build`. names: of attributes; those that the set has not are omitted. Raises as `keys_of` does.
         """
         places, counts = self._keys.places_at(self._numbered(items))
         of, at = self.whole.rows_of or (self, None)

@@ -98,8 +98,14 @@ def publish(
         after = after[: min(max(keep, 2), KEEP_MOST)]
         if after != before:
             _point(folder, after)
-        if before:  # else the pointer may have been lost, and its versions not
-            _delete_others(folder, {version.path.name for version in after})
+        kept = {version.path.name for version in after}
+        for path in folder.iterdir() if before else ():  # else the pointer may have been lost, and its versions not
+            if _FILE.fullmatch(path.name) and path.name not in kept:  # an older one, or one of a killed publisher
+                try:
+                    path.unlink(missing_ok=True)
+                except OSError as error:  # the new version is published all the same
+                    text = f"{path} is no longer needed and cannot be deleted: {error.strerror}"
+                    warnings.warn(text, ItemSetWarning, stacklevel=2)
     return after[0]
 
 
@@ -276,17 +282,6 @@ def _point(folder: Path, after: Sequence[Version]) -> None:
         temporary.replace(folder / POINTER)
     os.close(descriptor)
     _sync(folder)
-
-
-def _delete_others(folder: Path, kept: set[str]) -> None:
-    """Delete the versions that the pointer does not name: older ones, and what publishers left that were killed."""
-    for path in folder.iterdir():
-        if _FILE.fullmatch(path.name) and path.name not in kept:
-            try:
-                path.unlink(missing_ok=True)
-            except OSError as error:  # the new version is published all the same
-                text = f"{path} is no longer needed and cannot be deleted: {error.strerror}"
-                warnings.warn(text, ItemSetWarning, stacklevel=3)
 
 
 def _sync(folder: Path) -> None:

@@ -1,8 +1,7 @@
 """Item sets from files of items, in place of index files: built as a server starts, and opened from a cache after that.
 
 A source is a file that `itemset build` reads, with its options after a `?` (`films.csv?column=title&key=movie_id`), or
-a table or a list in memory. Its index lies in a folder beside the private copies, under a hash of all that it is made
-of: the next start finds it there.
+a table or a list in memory. Its index lies beside the private copies, named by a hash of all that it is made of.
 """
 
 import functools
@@ -87,8 +86,10 @@ def _index_of(name: str, source: Any, tokenizer: Callable[[], Any], cache: str |
 
 def _table(name: str, given: Any) -> pa.Table:
     try:
-        if isinstance(given, Mapping) and not any(map(is_known, map(str, given))) and _by_key(given):
-            return pa.Table.from_pylist(rows_of(given, f"the item set {name!r}"))
+        if isinstance(given, Mapping) and not any(map(is_known, map(str, given))):  # else it is one of columns
+            numbers = all(isinstance(key, int) or str(key).isdecimal() for key in given)
+            if numbers or all(isinstance(one, str) for one in given.values()):
+                return pa.Table.from_pylist(rows_of(given, f"the item set {name!r}"))
         if hasattr(given, "columns") or isinstance(given, Mapping):
             return pa.table(given)
         if not isinstance(given, pa.Array | pa.ChunkedArray):
@@ -99,12 +100,6 @@ def _table(name: str, given: Any) -> pa.Table:
             f"the item set {name!r} must be a file, a table (pandas, polars, pyarrow) or a list of texts or token-id "
             f"lists, not {type(given).__name__}: {error}"
         ) from error
-
-
-def _by_key(given: Mapping[Any, Any]) -> bool:
-    """Return whether an object has an item for each key, and is none of columns."""
-    numbers = all(isinstance(key, int) or str(key).isdecimal() for key in given)
-    return numbers or all(isinstance(one, str) for one in given.values())
 
 
 def _parsed(name: str, given: str) -> tuple[str, dict[str, list[str]]] | None:

@@ -37,8 +37,7 @@ def is_known(name: str, *, as_whole: bool = True) -> bool:
 def item_column(names: Sequence[str]) -> str | None:
     """Return the column of the items, None if the names do not say.
 
-    It is called as one (`title`), else the only one whose name ends so (`film_title`), else the only one that is no
-    key's, or the only one.
+    It is called as one (`title`), else is the only one whose name ends so (`film_title`), or that has no keys.
     """
     called = {name: "_".join(words_of(name)) for name in names}
     for word in (*_ITEMS, *_LAST_ITEMS):

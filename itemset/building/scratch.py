@@ -84,8 +84,7 @@ class Spool:
     """Numbers of one type, appended to a file without a name, and mapped into memory once all are there."""
 
     def __init__(self, folder: Path, dtype: Any) -> None:
-        self._file = nameless_file(folder)
-        self._dtype = dtype
+        self._file, self._dtype = nameless_file(folder), dtype
 
     def append(self, numbers: NDArray[Any]) -> None:
         self._file.write(np.ascontiguousarray(numbers, self._dtype).data)

@@ -5,8 +5,7 @@ h_1 to h_L at the placeholders. From these the head drafts items of up to L toke
 
     s_1 = h_0;  p_l = softmax(W_l (h_l + s_l));  s_{l+1} = tanh(A_l s_l + B_l e_l + b_l)
 
-where e_l is the head's own embedding of the token chosen at level l. Its beams are `ranking.beams`, so that each draft
-is an item of the set.
+where e_l is the head's own embedding of the token chosen at level l. By `ranking.beams`, each draft is an item.
 """
 
 import json

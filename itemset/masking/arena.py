@@ -38,8 +38,7 @@ class Copies:
     All is copied through two buffers of pinned memory: only from there do copies run beside the host. While the device
     reads one, the host fills the other. For a set larger than both it waits until the first is free.
 
-    All steps belong to one stream, the current one of each `use`. Streams of a CPU do nothing: the bookkeeping is the
-    same on every device.
+    All steps belong to one stream, the current one of each `use`. On a CPU, streams do nothing.
     """
 
     def __init__(self, device: torch.device, max_sets: int) -> None:
@@ -241,9 +240,8 @@ class Arena:
         """Copy the tables to where a plan, this arena's or another with the same room, has put them.
 
         below: `Resident.below`, where the sets that a view stands on go before it, unless all of them are there.
-        Nothing is copied if they are there already. Steps see them after `use`. The copy waits for steps only if they
-        may still read what it overwrites; the host waits as `Copies` says. Raises ItemSetError if the tables
-        are no trie.
+        Nothing is copied if they are there already. Steps see them after `use`. Who waits for whom, `Copies` says.
+        Raises ItemSetError if the tables are no trie.
         """
         if below and item_set.base is not None and not self.holds(item_set.digest, number, start):
             *lower, (base_number, base_start) = below
@@ -254,8 +252,7 @@ class Arena:
     def placing(self, item_set: ItemSet, number: int, start: int) -> Iterator[None]:
         """Do `place` in pieces of `PIECE` bytes, one each time this is advanced: steps may run in between.
 
-        What a view stands on must be there. It ends early, and nothing is there, if something else is placed meanwhile
-        where this lies: ask `holds`.
+        What a view stands on must be there. It ends early if something else is placed here meanwhile: ask `holds`.
         """
         if self.holds(item_set.digest, number, start):
             return

@@ -48,8 +48,7 @@ FAR_BLOCK = 32  # bits of WIDTHS below `Tables.far_block`, or of counted targets
 def kernels_for(room: Literal["masking", "ranking"], device: str, choice: Kernels = "auto") -> ModuleType:
     """Return a room's kernels: Numba's on a CPU, Triton's on an accelerator, or as `choice` says.
 
-    device: its kind, "cpu" or another. Raises ImportError without Triton where it is needed, ItemSetError for Numba on
-    an accelerator.
+    device: its kind, "cpu" or another. Raises ImportError if Triton is missing, ItemSetError for Numba on another.
     """
     triton = choice == "triton" or (choice == "auto" and device != "cpu")
     if not triton and device != "cpu":
@@ -58,9 +57,7 @@ def kernels_for(room: Literal["masking", "ranking"], device: str, choice: Kernel
 
 
 def table_row(item_set: ItemSet, stops: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
-    """Return the row of a set (see `batch`), with addresses: [ROW] int64. The set and `stops` must live as long as
-    compiled code may read there.
-    """
+    """Return a set's row with addresses: [ROW] int64. The set and `stops` must live while compiled code reads it."""
     tables, ready = item_set.trie.tables, item_set.ready
     row = np.zeros(ROW, np.int64)
     row[:READY] = tables.pointers

@@ -92,8 +92,7 @@ class HostState(Walk):
     def draft_states(self, drafts: Iterable[int]) -> list[int]:
         """Return the state of each row that verifies these drafts and of the row after them, [drafts + 1].
 
-        After a draft that is not allowed all rows keep its row's state. After -1, which is padding, all are FREE.
-        The request's own state stays.
+        After a draft that is not allowed all rows keep its row's state; after -1, which is padding, all are FREE.
         """
         drafts, states = list(drafts), [self._states[-1]]
         for i, token in enumerate(drafts):

@@ -80,8 +80,7 @@ class Slots:
         A request that already has output, because it was resumed or moved, is assigned like any other: the next `walk`
         takes the tokens that it has committed.
 
-        slots: [n] integers. sets: [n] integers, the arena's numbers, or NO_SET. marks: [n, 1 + max_stop_tokens]
-        integers, as in `Slots.marks`.
+        slots: [n] integers. sets: [n] integers, the arena's numbers, or NO_SET. marks: [n, ...], as `Slots.marks`.
         """
         slots, sets, marks = slots.long(), sets.long(), marks.to(self.marks.dtype)
         self.marks.index_copy_(0, slots, marks)

@@ -1,7 +1,6 @@
 """Reading an arena's tables in Triton: what the kernels of `triton_kernels` are made of.
 
-words, fields: `Arena.words`, and the row of `Arena.sets` of the state's set, as `set_fields` reads it. States and
-tokens: int64.
+words, fields: `Arena.words`, and what `set_fields` reads of the state's set. States and tokens: int64.
 """
 
 import inspect

@@ -64,9 +64,8 @@ class Found(NamedTuple):
 class Beams:
     """The beams of some ranked lists or races of one set, or of sets that share a plan.
 
-    A forward pass has `width` rows a list, one a beam, which the caller lays out as one pleases; only the first `rows`
-    of each list are ever alive in the next pass. `width` is that of the next pass, if each level has its own. Each pass
-    goes to `round`:
+    A forward pass has `width` rows a list, one a beam, which the caller lays out as one pleases; in the next pass only
+    the first `rows` of each list are alive. Each pass goes to `round`:
 
         beams = Beams(arena, [number] * lists, item_set.level_plan, width=256, k=100, end_token=end_token)
         beams.round(logits)  # [lists, 1, vocabulary]: after each list's prompt
@@ -87,7 +86,7 @@ class Beams:
     keys, as far as the logits are the same. If some are not, that must go on with the same keys: to take the exact ones
     of several tries would favour likely items.
 
-    lists, width, k, longest: as given; longest is the most tokens of an item.
+    longest: the most tokens of an item.
     queries: query tokens of each row in the next pass, 1 + the longest tail that may be there.
     rows: how many rows of each list the next pass needs at most: 1 at first, then `width` or fewer, which stand first.
         Where reading a number costs nothing, `narrow` makes them fewer after each round.
@@ -155,8 +154,7 @@ class Beams:
 
     @property
     def scores(self) -> Tensor:
-        """Return what orders the beams, without their tails, best first, -inf without a beam: [lists, width]
-        float64."""
+        """Return what orders the beams, best first, without their tails: [lists, width] float64, -inf for no beam."""
         return self._rows.scores
 
     @property
@@ -175,8 +173,7 @@ class Beams:
 
     @property
     def span(self) -> tuple[int, int] | None:
-        """Return the lowest and the highest token whose logits the next round reads besides sums; None: any of the
-        set's."""
+        """Return the lowest and the highest token whose logits the next round reads, besides sums; None: any token."""
         plan, end = self._plan, self._rules.end_token
         if not plan.spans or (any(plan.tails) and not self._renormalised):
             return None
@@ -184,15 +181,13 @@ class Beams:
 
     @property
     def all_over(self) -> Tensor:
-        """Return whether no beam of any list can lead to a better item: a bool on the device. To stop early, read
-        it."""
+        """Return whether no beam can lead to a better item, to stop early: a bool on the device."""
         over = (self._rows.scores <= self.bar).all()
         return over if self.passes_left else torch.ones_like(over)
 
     @property
     def open_beams(self) -> Tensor:
-        """Return how many of the beams lead on, and may lead to something better, in the list that has most: an int64
-        on the device. Not counted are those whose item stands alone."""
+        """Return the most beams of a list that may lead to something better but for lone items: int64 on the device."""
         return ((self._rows.table[form.DEGREE] > 0) & (self._rows.scores > self.bar)).sum(1).max()
 
     @property
@@ -207,8 +202,7 @@ class Beams:
 
     @property
     def decided(self) -> Found:
-        """Return those of them that no further pass could change at the end, a score of -inf in place of the
-        others'."""
+        """Return `found` with a score of -inf for what further passes could have changed, at the end."""
         tokens, scores = self.found
         return Found(tokens, torch.where(self.exact, scores, -torch.inf) if self._races else scores)
 
@@ -274,10 +268,10 @@ class Beams:
             self._items, _ = kernels.merge(last, ends, None, 0)
 
     def log_sums(self, logits: Tensor, first: int = 0) -> Tensor:
-        """Return the log-sum-exp of some rows' logits: [lists, some, queries] float32; infinite for beams that lead to
-        nothing better. For a pass whose logits of all rows would take too much memory.
+        """Return the log-sum-exp of some rows' logits, if those of a whole pass would take too much memory.
 
-        logits: [lists * some, queries, vocabulary], those of each list from row `first` on.
+        It is [lists, some, queries] float32, infinite for beams that lead to nothing better. logits: [lists * some,
+        queries, vocabulary], those of each list from row `first` on.
         """
         by_list = logits.unflatten(0, (self.lists, -1))
         some = slice(first, first + by_list.shape[1])
@@ -300,8 +294,7 @@ class Beams:
         return Pass(self.arena, logits, self._rows, self._items, offsets, self.taken, self._rules, columns)
 
     def _plan_pass(self, size: int) -> int:
-        """Settle how many rows and query tokens the next pass has, of `size` children; returns how many beams are
-        chosen."""
+        """Settle the rows and query tokens of the next pass, of `size` children; return how many beams are chosen."""
         if not size:
             return 0
         self.queries = 1 if self._renormalised or not self._rules.whole else 1 + self._plan.tails[self.taken]

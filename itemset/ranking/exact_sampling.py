@@ -57,17 +57,13 @@ class DrawingOptions(TypedDict, total=False):
 
 
 class Drawing(Rounds):
-    """Draws of items, all of which share the passes. An answer says of each item whether it is exact: whether its race
-    was run to the end.
-
-    A round scores the prefix for which each unfinished draw waits and, up to its width, those that they will need next.
-    """
+    """Draws of items, all of which share the passes: a round scores the prefix that each unfinished draw waits for and,
+    up to its width, those that they will need next. An answer says of an item whether its race was run to the end."""
 
     def __init__(self, item_set: ItemSet, n: int, *, end_token: int, **options: Unpack[DrawingOptions]) -> None:
         """Raises ValueError if n, width or max_passes is less than 1, or the temperature not above 0.
 
-        end_token: the end of an item counts in its probability, as without it an item that is the beginning of another
-        one would count twice.
+        end_token: counts in an item's probability: else an item that is the beginning of another would count twice.
         """
         temperature, self._width = options.get("temperature", 1.0), options.get("width")
         check_positive(n=n, width=self._width, max_passes=options.get("max_passes"))
@@ -106,8 +102,7 @@ class Drawing(Rounds):
 
     @property
     def result(self) -> Found:
-        """Return the draws: no items if all of the set has a probability of zero. Raises CutOffError if the passes
-        ended before the draws did, and if they may not be approximate."""
+        """Return the draws, none if the whole set has probability zero. Raises CutOffError: see `DrawingOptions`."""
         cut = any(i not in self._known and not race.over for i, race in enumerate(self._races))
         if cut and not self._approximate:
             raise CutOffError(f"the draws need more than {self._taken} passes")
@@ -173,8 +168,7 @@ class Race:
         return int(self.heap["node"][0])
 
     def run(self, tree: ScoredTree, known_only: bool = False) -> bool:
-        """Run until an unscored node is next; return whether the race is over. known_only: as if nothing were below
-        such nodes."""
+        """Run until an unscored node is next; return whether the race is over. known_only: pass over such nodes."""
         while not self.over:
             self.heap, self.size, is_item = _run(*tree.arrays, self.heap, self.size, known_only)
             if is_item:
@@ -321,8 +315,7 @@ def log_exponential(bits):  # type: ignore[no-untyped-def]
 
 @compiled
 def time_outside(key, total):  # type: ignore[no-untyped-def]
-    """Return the time of what lies outside the set, which has what a total of shares leaves: 1 or, by a rounding, more
-    leaves nothing."""
+    """Return the time of what lies outside the set, whose share is what `total` leaves of 1: nothing of 1 or more."""
     return log_exponential(mixed(key, NOBODY)) - (math.log1p(-total) if total < 1 else -math.inf)
 
 

@@ -21,8 +21,7 @@ from itemset.ranking.search import Found, Item, Rounds, check_positive
 
 
 class Importance(Rounds):
-    """Draws of items by importance. Score `passes`, give the answers to `take`, until there are none; then read
-    `result`. All draws share the passes; a round scores what each waits for."""
+    """Draws of items by importance, all of which share the passes: a round scores what each waits for."""
 
     def __init__(
         self, item_set: ItemSet, n: int, *, end_token: int, candidates: int, seed: int | None = None,
@@ -30,8 +29,7 @@ class Importance(Rounds):
     ) -> None:  # fmt: skip
         """Raises ValueError if n, candidates or max_passes is less than 1.
 
-        candidates: how many are sampled at most before a pool of as many is. max_passes: after these, `result` raises
-        CutOffError.
+        candidates: sampled at most before a pool of as many is. max_passes: after these, `result` raises CutOffError.
         """
         check_positive(n=n, candidates=candidates, max_passes=max_passes)
         super().__init__(ScoredTree(item_set, end_token=end_token), max_passes)

@@ -81,9 +81,8 @@ class ScoredTree:
         """power: at least 1, or masses would be no bounds, unless the set's potentials make them so. end_token: None if
         the end of an item is not scored. renormalised: a token's probability is its share among those that may stand
         there, so that tails cost nothing. forced: tokens without an alternative in the set are certain, too. boost:
-        what the set's potentials (`trie.potential`) count, which are added to masses. normalise_length: an item's
-        log-probability is divided by its tokens, those that are scored, to this power; a prefix's by those of the
-        longest item below it.
+        what the set's potentials count, which are added to masses. normalise_length: the power of an item's scored
+        tokens that divides its log-probability; a prefix's is divided by that of the longest item below it.
         """
         self._item_set, self.boost = item_set, boost * item_set.is_steered
         self._tables, self._power, self.length = item_set.trie.tables, power, float(normalise_length)
@@ -201,8 +200,7 @@ class ScoredTree:
     def _read(
         self, edges: NDArray[np.int32], forced: bool
     ) -> tuple[NDArray[np.int64], list[tuple[int, ...]], NDArray[np.int64]]:
-        """Return the state after each edge and the tokens that are certain after it, all of these tokens, and the last
-        edge on the way."""
+        """Return the state after each edge and its certain tokens, these tokens, and the last edge on the way."""
         states, lengths, flat, lasts = _read_edges(self._tables.pointers, np.ascontiguousarray(edges), forced)
         ends, tokens = np.cumsum(lengths).tolist(), flat.tolist()
         return states, [tuple(tokens[end - n : end]) for end, n in zip(ends, lengths.tolist(), strict=True)], lasts

@@ -130,8 +130,7 @@ def view(
 def view_from_bytes(base: ItemSet, data: bytes, name: str = "the view", *, keys: Keys | None = None) -> ItemSet:
     """Open what `to_bytes` of a part of this set wrote. Raises ItemSetError if the bytes are damaged.
 
-    base: the set or the view that it was made of. keys: those that pass; without them the view can be walked, and not
-    be asked for keys.
+    base: the set or the view that it was made of. keys: those that pass; without them it cannot be asked for keys.
     """
     header, arrays = index_file.parse(data, name)
     if "labels" in arrays:
@@ -166,10 +165,9 @@ def boosts_come_first(item_set: ItemSet, exclude_keys: Any, only_keys: Any) -> b
 
 
 def boosted(base: ItemSet, boost: Mapping[str, float], keyed: Placed) -> ItemSet:
-    """Return the set or view with a potential of each edge. boost: as for `view`. keyed: of its `by_place`. Raises as
-    `of_keys`.
+    """Return the set or view with a potential of each edge; of a set that `only` has made, such a set.
 
-    Of a set that `only` has made, it is such a set.
+    boost: as for `view`. keyed: of its `by_place`. Raises as `of_keys`.
     """
     sums, starts, whole = of_keys(base, boost), base.key_starts, base.whole
     places, added = keyed
@@ -184,8 +182,7 @@ def boosted(base: ItemSet, boost: Mapping[str, float], keyed: Placed) -> ItemSet
 def tempered(base: ItemSet, temperature: float, boost: float = 1.0) -> ItemSet:
     """Return the set or view with potentials for draws at a temperature above 1, in place of its boosts.
 
-    boost: what these are multiplied by. It costs what boosts by attributes cost, and of a set with boosts a look-up an
-        item.
+    boost: what these are multiplied by. It costs what boosts by attributes cost, and with boosts a look-up an item.
     """
     tables, whole = base.trie.tables, base.whole
     values = np.zeros(len(whole), np.float32)
@@ -210,8 +207,7 @@ def _with_potential(base: ItemSet, found: NDArray[np.uint32]) -> ItemSet:
 
 
 def boosted_by_keys(base: ItemSet, keyed: Placed) -> ItemSet:
-    """Return the set or view with the potentials of a few items, in time and memory in proportion to these. keyed: as
-    for `boosted`."""
+    """Return the set or view with potentials of a few items, at a cost in proportion. keyed: as for `boosted`."""
     if base.rows_of is not None:  # a small set of its own
         return boosted(base, {}, keyed)
     places, values = keyed

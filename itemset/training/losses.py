@@ -128,8 +128,7 @@ def legal_cross_entropy(
 ) -> Tensor:  # fmt: skip
     """Return the mean over the places with a constraint of -(log q + mass_weight * log m), for supervised training.
 
-    mass_weight: 0 teaches the choice among the items alone, and the model may forget the set; 1 is the ordinary
-    cross-entropy.
+    mass_weight: 0 teaches the choice among items alone, and the model may forget the set; 1 is the usual cross-entropy.
     """
     legal = _legal(ids, item_set, walked)
     log_q, log_mass = legal_log_probs(logits, legal, mass=mass_weight != 0)

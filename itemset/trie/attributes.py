@@ -51,8 +51,7 @@ _CALLED = (
 def as_attributes(given: Any, rows: int) -> pa.Table:
     """Return a table of the types that are stored, before texts become numbers. given: a table, or columns by name.
 
-    Raises ItemSetError: not a table of this many rows, a name that is empty, double or begins with $, or a type that is
-    not stored.
+    Raises ItemSetError: no table of this many rows, a name that is empty, double or begins with $, an unknown type.
     """
     table = _table(given)
     if len(table) != rows:
@@ -314,8 +313,7 @@ def to_section(table: pa.Table, order: NDArray[Any]) -> NDArray[np.uint8]:
 def from_section(section: NDArray[np.uint8] | None, rows: int) -> pa.Table:
     """Return the table over the section's own memory: no columns if there is none.
 
-    Everything in it is checked, which reads it once: what a filter computes with it then stays inside. Raises
-    ItemSetError if it is damaged.
+    All of it is read and checked: what a filter computes then stays inside. Raises ItemSetError if it is damaged.
     """
     if section is None:
         return pa.table({"none": pa.nulls(rows)}).select([])

@@ -1,8 +1,7 @@
 """The index file: a checked prelude, a header that describes itself, then raw aligned arrays.
 
-Prelude, 32 bytes: magic (8), format version (uint32), header length (uint32), file length (uint64), CRC-32 of the
-header and of the prelude up to here (uint32), zero (uint32). The header is JSON, padded to a multiple of 64 bytes. All
-numbers are little-endian.
+Prelude, 32 bytes, little-endian: magic (8), format version (uint32), header length (uint32), file length (uint64),
+CRC-32 of the header and of the prelude up to here (uint32), zero (uint32). Header: JSON, padded to 64 bytes.
 """
 
 import errno

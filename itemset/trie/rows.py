@@ -182,8 +182,7 @@ def sort_unique(rows: Rows) -> Distinct:
 def sort_order(rows: Rows) -> NDArray[np.uint32]:
     """Return the positions of the rows in ascending order.
 
-    Rows are sorted by as many first tokens as fit in 64 bits beside the position; those that tie, by the next ones.
-    Equal ones stay in their order.
+    They are sorted by as many tokens as fit in 64 bits beside the position, then ties by the next; equal ones stay.
     """
     bits = (int(rows.tokens.max()) + 1).bit_length()
     longest = rows.longest

@@ -171,8 +171,8 @@ def file_of(folder: PathLike, version: str) -> Path:
 def sets_in(folder: PathLike) -> set[str]:
     """Return the names of the folders in this one that are published sets. Raises ItemSetError if it cannot be read.
 
-    A folder that cannot be looked into counts, for it may have been one. One whose name no request could carry, with a
-    colon or with characters that cannot be printed, does not.
+    One that cannot be looked into counts; one with a colon or unprintable characters in its name, which no request can
+    carry, does not.
     """
     names = set()
     try:
@@ -190,8 +190,7 @@ def sets_in(folder: PathLike) -> set[str]:
 def load_current(folder: PathLike) -> tuple[Version, ItemSet]:
     """Open the current version by memory map, or the next one if publishers delete it meanwhile.
 
-    The map outlives the file on a local disk. Over a network it does not (SIGBUS): copy the file first, as servers do.
-    Raises ItemSetError as `current` and `itemset.load` do.
+    The map outlives the file on a local disk, not over a network (SIGBUS): copy the file first. Raises as these do.
     """
     while True:
         version = current(folder)

@@ -29,7 +29,7 @@ from itemset.cli import parse
 from itemset.errors import ItemSetError
 from itemset.published import POINTER
 from itemset.serving.private_copies import folder_of
-from itemset.storage import SourceFile, file_at, is_uri, locked
+from itemset.storage import file_at, is_uri, locked
 from itemset.text import decode, fingerprint
 from itemset.trie.attributes import kind_of
 from itemset.trie.file import FORMAT, MAGIC
@@ -143,8 +143,14 @@ def _built(name: str, path: str, words: dict[str, list[str]], tokenizer: Callabl
     if names:
         _choose(name, path, names, chosen)
     digest = hashlib.sha256(repr([FORMAT, RULES, sorted(chosen.items()), fingerprint(tokenizer()), names]).encode())
+    kind = format_of(files[0])  # and of all others
     for file in files:
-        digest.update(_content(file))
+        if file.system is not None and file.changed is not None:  # elsewhere, and its system says when it was changed
+            digest.update(repr((file.name, file.size, file.changed)).encode())
+            continue
+        with file.open() as stream:
+            content = hashlib.file_digest(cast(Any, stream), lambda: hashlib.sha256(kind.encode()))
+        digest.update(content.digest())
     index = folder / f"{digest.hexdigest()[:32]}.itemset"
     given = [f"--{option}={value}" for option, values in chosen.items() for value in values if option not in _FLAGS]
     given += [f"--{option.replace('_', '-')}" for option in _FLAGS if option in chosen]
@@ -194,14 +200,6 @@ def _choose(name: str, path: str, names: list[str], chosen: dict[str, list[str]]
         key = key_column([one for one in free if one not in chosen["column"]], about, path)
         if key is not None:
             chosen["key"] = [key]
-
-
-def _content(file: SourceFile) -> bytes:
-    """Return a hash of what is in a file; of one that is elsewhere, what its system says of it, if it says when."""
-    if file.system is not None and file.changed is not None:
-        return repr((file.name, file.size, file.changed)).encode()
-    with file.open() as stream:
-        return hashlib.file_digest(cast(Any, stream), lambda: hashlib.sha256(format_of(file).encode())).digest()
 
 
 def say(line: str) -> None:

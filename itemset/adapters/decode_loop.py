@@ -1,7 +1,6 @@
 """The best items of a set by beam search, for those who own their decode loop.
 
-What STATIC's Algorithms 1 and 2 do (arXiv 2602.22647, section 4), for items of any lengths, without a mask, by the
-beams of ranked lists (`ranking.beams`).
+STATIC's Algorithms 1 and 2 (arXiv 2602.22647, section 4) for items of any lengths, without a mask, by `ranking.beams`.
 """
 
 from collections.abc import Callable

@@ -82,8 +82,7 @@ class ItemSetLogitsProcessor(LogitsProcessor):
         return masked.to(scores.device)
 
     def items(self, rows: Tensor, *, each: int = 1) -> list[list[list[int]]]:
-        """Return the distinct items of each prompt in what `generate()` has returned, in its order, without surplus
-        beams. each: rows of a prompt, `num_return_sequences`."""
+        """Return each prompt's distinct items in what `generate()` has returned. each: its `num_return_sequences`."""
         found: list[list[list[int]]] = []
         begins = [self._begin] if isinstance(self._begin, int) else list(self._begin)
         for first in range(0, len(rows), each):

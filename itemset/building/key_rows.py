@@ -57,7 +57,7 @@ def changes(before: ItemSet, after: ItemSet, *, by_key: bool = True, folder: Pat
     with _connection(folder) as connection:
         for name, rows in zip(("before", "after"), of_both, strict=True):
             connection.register(f"rows_{name}", rows)
-        (counts,) = connection.execute(f"""
+        ((gone, new, changed, same),) = connection.execute(f"""
             WITH given AS (SELECT {chosen}, -1 side FROM rows_before UNION ALL SELECT {chosen}, 1 side FROM rows_after),
             summed AS (SELECT * EXCLUDE (side), sum(side) <> 0 s, max(side) > 0 now, min(side) < 0 was
                        FROM given GROUP BY ALL),
@@ -65,7 +65,7 @@ def changes(before: ItemSet, after: ItemSet, *, by_key: bool = True, folder: Pat
             SELECT count_if(NOT now), count_if(NOT was), count_if(now AND was AND other), count_if(NOT other)
             FROM by_key
         """).fetchall()
-    return Changes(*counts, tuple(sorted(notes)))
+    return Changes(gone, new, changed, same, tuple(sorted(notes)))
 
 
 def _rows(s: ItemSet, numbers: NDArray[np.int64], by_key: bool) -> pa.Table:

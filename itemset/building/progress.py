@@ -1,5 +1,4 @@
-"""One progress bar for each long command, on a terminal: what is done, how fast, and the time left. A build says so in
-lines elsewhere, for instance in a server's log."""
+"""Progress bars of long commands on a terminal. Elsewhere, as in a server's log, a build prints lines instead."""
 
 import sys
 import time

@@ -24,8 +24,7 @@ _HEAD = 1000  # rows of JSON lines whose fields are the columns
 _FIELD = "item"
 
 Batch = tuple[dict[str, Any], float]
-"""Consecutive rows: their values by column, Arrow arrays or lists of JSON values, None for a column that is not there;
-and the share of the file up to the last of them."""
+"""Rows: their values by column, an Arrow array, a list of JSON values or None; and the share of the file up to them."""
 
 
 def read_delimited(source: SourceFile, dialect: Dialect, names: Sequence[str], faults: Faults) -> Iterator[Batch]:

@@ -31,8 +31,7 @@ _LOCK = "lock"
 def scratch_folder(output: str | os.PathLike[str]) -> Iterator[Path]:
     """Make a folder beside the file `output`, for what is needed until that file is written.
 
-    A file in it is locked as long as this process lives. A folder of a killed build, without a lock, is removed. Raises
-    OSError if no folder can be made there.
+    A file in it is locked while this process lives. Folders of killed builds are removed. Raises OSError if it fails.
     """
     output = Path(output).absolute()
     prefix, suffix = f".{output.name}.", ".building"

@@ -182,7 +182,7 @@ def update(args: argparse.Namespace) -> None:
         _print_written(after, output, start, ("read", taken), ("changes", changed))
         return
     removed: Any = () if args.remove is None else sources.read_keys(args.remove, args.key, Dialect.of(vars(args)))
-    source, new, names = Items(), {}, before.attributes.column_names
+    source, new, names = Items(), dict[str, Any](), before.attributes.column_names
     if args.add:
         source = sources.read(
             args.add, column=args.column, key=args.key, attributes=names, dialect=Dialect.of(vars(args))

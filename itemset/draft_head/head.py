@@ -96,8 +96,7 @@ class DraftHead(nn.Module):
     def check(
         self, *, hidden_size: int | None = None, vocab_size: int | None = None, fingerprint: str | None = None
     ) -> None:
-        """Raise ItemSetError unless the head is one for a model with this hidden size and vocabulary, and this
-        tokenizer's fingerprint. None: not known."""
+        """Raise ItemSetError unless the head is for a model of these sizes, and this tokenizer. None: not known."""
         mend = "give the model that was trained with it, or train the head with this model, by `itemset train-head`"
         sizes = ("a hidden size", self.hidden_size, hidden_size), ("a vocabulary", self.vocab_size, vocab_size)
         for what, own, given in sizes:

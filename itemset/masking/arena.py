@@ -33,10 +33,8 @@ class Copies:
     """One stream for all copies, and the events that order it with the steps. Call it from one thread.
 
     A copy waits for steps only if they may still read what it overwrites, a step for a copy only if it reads what is
-    copied. The host waits for neither, with one exception:
-
-    All is copied through two buffers of pinned memory: only from there do copies run beside the host. While the device
-    reads one, the host fills the other. For a set larger than both it waits until the first is free.
+    copied. Only out of pinned memory do copies run beside the host: while the device reads one of two buffers, the host
+    fills the other. For a set larger than both it waits until the first is free, and for nothing else.
 
     All steps belong to one stream, the current one of each `use`. On a CPU, streams do nothing.
     """
@@ -211,8 +209,7 @@ class Arena:
         return placed.levels
 
     def alphabet(self, number: int, more: tuple[int, ...] = ()) -> bytes:
-        """Return the distinct tokens of a set's items, or of those that a view is a part of, and of `more`: ascending
-        int64, as bytes. Raises KeyError if no such set is here."""
+        """Return the distinct tokens of a set's, or its whole set's, items and `more`: ascending int64, as bytes."""
         placed = self._placed[number]
         if more not in placed.alphabets:
             if isinstance(placed.tokens, ItemSet):

@@ -127,21 +127,18 @@ class Plan:
                 return min(fitting, key=lambda hole: hole[1])[0]
             unused = next((resident for resident in self._residents.values() if not resident.users), None)
             if unused is None:
-                raise ArenaFullError(self._what_is_missing(nbytes))
-            self._forget(unused)
-
-    def _forget(self, resident: Resident) -> None:
-        del self._residents[resident.digest], self._by_number[resident.number]
-        if resident.base is not None:
-            self._release(resident.base)
-        self._free_numbers.append(resident.number)
-
-    def _what_is_missing(self, nbytes: int) -> str:
+                break
+            del self._residents[unused.digest], self._by_number[unused.number]
+            if unused.base is not None:
+                self._release(unused.base)
+            self._free_numbers.append(unused.number)
         sets, holes = f"{len(self._residents):,} sets are in use, of {self.nbytes:,} bytes", [n for _, n in self._holes]
         if not self._free_numbers:
-            return f"the arena is full: {sets}, and it was made for no more of them. Make it for more sets"
+            raise ArenaFullError(
+                f"the arena is full: {sets}, and it was made for no more of them. Make it for more sets"
+            )
         largest, free = max(holes, default=0), sum(holes)
-        return (
+        raise ArenaFullError(
             f"the arena is full: the set takes {nbytes:,} bytes, {nbytes - largest:,} more than are free in one piece "
             f"({free:,} are free in all; {sets}). Make the arena larger, or wait until requests end"
         )

@@ -39,9 +39,8 @@ def as_table(rows: Sequence[Sequence[int]], columns: int) -> Tensor:
 class Slots:
     """The state of each of an engine's request slots.
 
-    The engine keeps the token history, this class only the states. Call ``assign`` for each request, and again whenever
-    a slot gets another one (with NO_SET if that has no set). In each step write the sampled tokens to the history, move
-    `end`, and call ``step``:
+    The engine keeps the token history. Call ``assign`` whenever a slot gets a request, with NO_SET if that has no set.
+    In each step write the sampled tokens to the history, move `end`, and call ``step``:
 
         arena = Arena(room_for(films), device)
         slots = Slots(arena, 64, max_rows=64)
@@ -77,8 +76,7 @@ class Slots:
     def assign(self, slots: Tensor, sets: Tensor, marks: Tensor) -> None:
         """Put these slots at the beginning of an item, or before it if `marks` says so, whatever they held.
 
-        A request that already has output, because it was resumed or moved, is assigned like any other: the next `walk`
-        takes the tokens that it has committed.
+        Of a request that has output already, because it was resumed or moved, the next `walk` takes the tokens.
 
         slots: [n] integers. sets: [n] integers, the arena's numbers, or NO_SET. marks: [n, ...], as `Slots.marks`.
         """

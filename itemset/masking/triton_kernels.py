@@ -3,9 +3,8 @@
 The kernels take a stride of 1 in the last dimension of every tensor; each function raises ValueError for another. It
 makes no contiguous copy: a recorded graph would read the copy again, and what is written to a copy is lost.
 
-One program walks one row; one program masks some chunks of a row's logits. A node's labels are compared LANES at a
-time, so a row costs what its children cost. Nothing is allocated, nothing is read back, and no launch depends on what a
-tensor holds: each can be captured in a CUDA graph.
+A program walks a row, or masks some chunks of its logits. A row costs what its children cost, LANES at a time. Nothing
+is allocated or read back, and no launch depends on what a tensor holds: each can be captured in a CUDA graph.
 """
 
 

@@ -125,8 +125,7 @@ def score_of(keys: Tensor) -> Tensor:
     """Return the score that each key orders by, float64; -inf for NOTHING.
 
     A key has the score as float32 above, its bits turned so that integers compare as the floats do, and the complement
-    of the edge below: of equal scores the lower edge is better. Of a state inside a tail, which stands in an edge's
-    place, the lowest 32 bits are below.
+    of 32 bits of the edge, or of the state inside a tail, below: of equal scores the lower edge is better.
     """
     high = keys >> 32
     scores = (high ^ (high >> 31) & 0x7FFFFFFF).int().view(torch.float32).double()

@@ -1,9 +1,8 @@
 """Beam search over item sets as tensors of shapes that the host knows: for whoever runs the model.
 
-A beam's score is its log-probability, or a Gumbel time. By the first, the search finds ranked lists: those of
-`search.Search` without `exact`, up to the rounding of floats. By the second, it draws from the model's own distribution
-without replacement: stochastic beam search (Kool, van Hoof and Welling 2019), a *race* in place of each list. With the
-same keys, those are the races of `exact_sampling.Drawing`.
+With log-probabilities as scores it finds ranked lists: those of `search.Search` without `exact`, but for rounding. With
+Gumbel times it draws from the model's own distribution without replacement: stochastic beam search (Kool, van Hoof and
+Welling 2019), by the *races* of `exact_sampling.Drawing` in place of lists.
 """
 
 from collections.abc import Sequence
@@ -54,11 +53,10 @@ class BeamOptions(TypedDict, total=False):
 
 
 class Found(NamedTuple):
-    """Items, best first. tokens: [lists, k, longest] int64, -1 after an item's. scores: their log-probabilities,
-    [lists, k] float64, -inf where there is no item."""
+    """Items, best first."""
 
-    tokens: Tensor
-    scores: Tensor
+    tokens: Tensor  # [lists, k, longest] int64, -1 after an item's
+    scores: Tensor  # [lists, k] float64, their log-probabilities, -inf where there is no item
 
 
 class Beams:
@@ -82,9 +80,8 @@ class Beams:
     query tokens of its row, and the row's last pass. Open prefixes compete for the `width` places, and what is complete
     is kept apart in the best `k`, whose last is a bar for all that goes on.
 
-    Draws: whatever the width, those that `exact` names are the first ones of an `exact_sampling.Drawing` with the same
-    keys, as far as the logits are the same. If some are not, that must go on with the same keys: to take the exact ones
-    of several tries would favour likely items.
+    Draws: whatever the width, those that `exact` names are the first ones of a `Drawing` with the same keys and logits.
+    That must make the others, with the same keys: to take the exact ones of several tries would favour likely items.
 
     longest: the most tokens of an item.
     queries: query tokens of each row in the next pass, 1 + the longest tail that may be there.
@@ -166,8 +163,7 @@ class Beams:
     def next_inputs(self) -> Tensor:
         """Return the tokens of the next pass, [lists, width, queries] int64: the last ones of each beam, then its tail.
 
-        Those after a beam's tokens are 0, and so are those of rows without a beam: what the pass makes of them is not
-        read. Their first position is the prompt's length + `taken` - 1.
+        After a beam's tokens, and without a beam, they are 0. The first position is the prompt's length + `taken` - 1.
         """
         return self._rows.tokens[:, :, self.taken - 1 : self.taken - 1 + self.queries].clamp(min=0)
 
@@ -233,9 +229,8 @@ class Beams:
 
         logits: [lists * R, queries, vocabulary], of any floating dtype, on the arena's device, a stride of 1 in the
         last dimension; R is at least `rows`, those that stand first in each list, and 1 at first. They are not changed.
-        columns: as of `Pass`, if there are logits of the set's own tokens only. sums: then, unless scores are
-        renormalised, what `log_sums` says of all tokens; zeros for logits that are log-probabilities. Raises ValueError
-        for another shape, or if no pass is left.
+        columns: as of `Pass`, if there are logits of the set's own tokens only. sums: then, unless `renormalised`, of
+        `log_sums`; zeros for log-probabilities. Raises ValueError for another shape, or if no pass is left.
         """
         if not self.passes_left:
             raise ValueError("the search is over: no pass is left")
@@ -366,8 +361,7 @@ def _log_exponential(keys: Tensor) -> Tensor:
 def warm_up(arena: Arena, logits: Tensor, *, stepwise: bool = False, columns: Tensor | None = None) -> None:
     """Compile what lists and races launch, all that would else be compiled while the first list waits.
 
-    logits: [1, 1, vocabulary], any values, of the type of those to come. stepwise: of the races. columns: as of
-    `Pass`, for logits that come with such. The arena may be empty.
+    logits: [1, 1, vocabulary], any values, of the type to come. stepwise: of races. columns: as of `Pass`.
     """
     size, one_token = logits.shape[2], LevelPlan((1,), (np.ones(1, np.int64),), (0,), (0,), 1)  # a set of one item
     rows = logits.new_zeros(2, 1, size - size % 16 + 32)

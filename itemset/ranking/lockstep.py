@@ -80,8 +80,7 @@ class Lockstep(Beams):
 
     @property
     def parents(self) -> Tensor:
-        """Return the row in the pass before that each row continues, [rows] int64: of lists, the row of the same list.
-        After the prompt's pass it is 0."""
+        """Return the row of the pass before that each row continues, [rows] int64: of lists, the row of its list."""
         parents = super().parents
         if self._races and self.taken > 1:
             parents = parents * self.lists + torch.arange(self.lists, device=parents.device)[:, None]

@@ -1,8 +1,7 @@
 """A model's own distribution over the legal tokens of a batch, and what trainers ask of it, in one call each.
 
 A rollout inside a set draws token t with q(t) = p(t) / m: p is the model's probability and m that of all legal tokens.
-So log p = log q + log m. `ids` are what `legal_tokens` takes, with the set and the rest; or what it has returned, so
-that a batch is walked once, however often it is used.
+So log p = log q + log m. `ids` are what `legal_tokens` takes, or what it has returned: then a batch is walked once.
 """
 
 from collections.abc import Sequence

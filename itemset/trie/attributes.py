@@ -266,8 +266,7 @@ def _is_stored(kind: Any) -> bool:
 
 
 def rows_at(table: pa.Table, places: NDArray[Any]) -> list[dict[str, Any]]:
-    """Return the attributes in these rows, by name, as JSON has them: dates and times are ISO strings, and what is
-    missing or no finite number is None."""
+    """Return these rows' attributes by name, as JSON has them: ISO dates and times, None if missing or not finite."""
     if not table.column_names:
         return [{} for _ in places]
     batches = table.to_batches()

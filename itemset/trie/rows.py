@@ -41,8 +41,7 @@ class Rows:
 
     @property
     def cells(self) -> tuple[int, int, NDArray[np.int64], int]:
-        """Return the tokens, which live as long as this does, for compiled loops: their address, the bytes of each, and
-        `layout`. So a loop is compiled once, not for each width."""
+        """Return the address of the tokens, which live as long as this does, the bytes of each, and `layout`."""
         return self.tokens.ctypes.data, self.tokens.itemsize, *self.layout
 
     @property
@@ -270,8 +269,7 @@ def common_prefixes(tokens, size, offsets, width, lcp):  # type: ignore[no-untyp
 def pack_keys(tokens, size, offsets, width, members, depth, count, bits, index_bits):  # type: ignore[no-untyped-def]
     """Return a sort key for each member: [members] uint64.
 
-    It holds tokens depth .. depth + count, the first one highest, 0 after the item's end, and the member's own
-    position in the lowest `index_bits`.
+    It holds tokens depth .. depth + count, the first one highest, 0 after the end, and its position in `index_bits`.
     """
     keys, index_mask = np.empty(len(members), np.uint64), (np.uint64(1) << np.uint64(index_bits)) - np.uint64(1)
     for i in range(len(members)):

@@ -83,7 +83,7 @@ def lengths_in_order(trie: Trie) -> tuple[int, int] | None:
 
 @compiled
 def _in_order(tables, tail_tokens, level_nodes, level_edges):  # type: ignore[no-untyped-def]
-    """Return the tokens of the shortest and of the longest item of a trie as `build_trie` makes it, 0 of any other.
+    """Do `lengths_in_order`, with 0, 0 for None.
 
     Labels ascend in their rows, none of which is empty. In the order of the edges, nodes count up from 1 and tails
     follow without gaps, and each block's bases say how far both have come. Items end at nodes but the root alone.

@@ -143,9 +143,9 @@ class ItemSet:
         return [int(token) for token in given[first < after]]
 
     def children(self, prefix_tokens: Sequence[int] = ()) -> tuple[NDArray[Any], bool]:
-        """Return the tokens that may follow `prefix_tokens`, ascending, and whether an item ends there.
+        """Return the tokens that may follow a prefix, ascending, and whether an item ends there.
 
-        Raises ItemSetError (a ValueError) if no item starts with `prefix_tokens`.
+        Raises ItemSetError (a ValueError) if no item starts with it.
         """
         state = 0
         if np.ndim(prefix_tokens) != 1:
@@ -216,10 +216,7 @@ class ItemSet:
         return numbers
 
     def find(self, tokens: Sequence[int]) -> tuple[int | str, bool] | None:
-        """Return the first key of the item with these tokens and whether it is a prefix of another; None if it is none.
-
-        tokens: of one item, each 0 or more.
-        """
+        """Return the first key of the item of these tokens, and whether it is a prefix of another; None if it is none."""
         number = int(self._numbers_of(as_rows([tokens]))[0])
         if number < 0:
             return None
@@ -293,9 +290,9 @@ class ItemSet:
 
         It is byte for byte the set that `build` makes of the items that stay, in their order, and then the new ones.
         add: items as for `build`; with `tokenizer`, which must be the set's own, texts as for `build_text`.
-        keys, attributes: of the new items, as for `build`. Keys go on from the highest integer by default. A new key
-        must not be in the set, unless it is in `remove`, too. Attributes have the names and types of the set's.
-        remove: keys of the set. Raises ItemSetError as `build`, and unless `missing_ok` for keys that are not there.
+        keys, attributes: of the new items, as for `build`; by default keys go on from the highest integer.
+        Raises ItemSetError as `build`, for attributes of other names or types than the set's, for a new key that is in
+        the set and not in `remove`, and unless `missing_ok` for a key of `remove` that is not there.
         """
         if self.base is not None:
             raise ItemSetError("a view cannot be updated: update its set, and make the view again")

@@ -78,8 +78,7 @@ def publish(
     The file is copied and may be changed afterwards. If the folder has this version already, nothing is copied; if it
     is current, nothing changes. keep: versions that stay, the latest ones, KEEP_MOST at most; the current one and its
     predecessor always do. Waits while another process publishes there. progress: as of `itemset.verify`, of the copy.
-    Raises ItemSetError: a bad index file (as `itemset.verify`), a damaged pointer, or a folder that cannot be written.
-    Then the pointer is what it was.
+    Raises ItemSetError, and moves no pointer: a bad index (as `itemset.verify`), a damaged pointer, a read-only folder.
     """
     folder = Path(folder)
     if keep < 1:
@@ -146,8 +145,7 @@ def versions(folder: PathLike) -> list[Version]:
 def current(folder: PathLike) -> Version:
     """Return the current version: reads the pointer and looks whether the version's file is there, nothing more.
 
-    Made to be asked every second by many processes, also over a network. It keeps no file open. A folder may vanish
-    and come back: ask again. What is returned differs from the last answer whenever another version became current.
+    Made to be asked every second by many processes, also over a network. A folder may vanish and come back: ask again.
     Raises ItemSetError, which says what to do: a pointer that is missing or damaged, or that names a missing file.
     """
     while True:

@@ -58,9 +58,8 @@ def encode(
         middle of one, without the mark of a word's start that some tokenizers put before a whole text. "json" also
         escapes both as in a JSON string, but for characters that are not ASCII; "text" escapes nothing.
     before: number of items before these, if they are a part of many: errors count from the first of all.
-    name: what errors call an item, with {} for its position.
+    name: what errors call an item, with {} for its position. lossy: takes the texts that their tokens do not give back.
     faults: takes what is wrong with texts, which are omitted then; without it, all of that is raised at once.
-    lossy: takes the texts that their tokens do not give back.
     Returns tokens [T], int32, and offsets [N + 1], int64: text i is ``tokens[offsets[i]:offsets[i + 1]]``.
     Raises ItemSetError, naming items by their position from 0: not a string, empty, no token, a lone surrogate or
     whatever else the tokenizer refuses, the tokenizer's unknown or end-of-sequence token; with `escape`, if what
@@ -189,9 +188,8 @@ def loading(path_or_name: str) -> Iterator[None]:
 def fingerprint(tokenizer: Any, added: Collection[str] = ()) -> str:
     """Return the SHA-256, in hex, of the vocabulary and of the encodings of fixed probe texts.
 
-    added: tokens that the tokenizer got after it was loaded, of which nothing is to depend.
-    It does not depend on how the tokenizer was loaded or wrapped, nor on its settings for padding and truncation. It
-    changes as soon as a token, an id or the way it splits text does.
+    added: tokens that the tokenizer got after it was loaded, of which nothing is to depend, nor does it on how it was
+    loaded or wrapped, or pads and truncates. It changes as soon as a token, an id or the way it splits text does.
     """
     tokenizer = getattr(tokenizer, "transformers_tokenizer", tokenizer)  # vLLM's class around Mistral's own
     vocabulary = tokenizer.get_vocab()

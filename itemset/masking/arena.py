@@ -123,8 +123,7 @@ class _Placed:
     start: int
     end: int
     row: NDArray[np.int64]  # of `Arena.sets`
-    # The level plan and the distinct tokens, or the set until they are asked for: to read them off takes longer than
-    # all else that a small set needs, and not everyone wants them.
+    # The level plan and the distinct tokens, or the set until they are asked for: to read them off takes long.
     levels: LevelPlan | ItemSet
     tokens: NDArray[np.int64] | ItemSet
     view: ItemSet | None = None  # the set, if it is a view on which others may stand
@@ -188,9 +187,8 @@ class Arena:
     def use(self, numbers: NDArray[np.integer[Any]] | Iterable[int]) -> None:
         """Begin a step that reads these sets (numbers, or -1 for none), on the current stream.
 
-        The stream waits for copies of these sets that `place` has begun, and no others. Until the next call, these sets
-        are not overwritten. `acquire` and `release` call it. Call it before each step yourself if you call `place`, or
-        if another plan releases sets. The host waits for nothing.
+        The stream, but not the host, waits for copies of these sets. Until the next call, they are not overwritten.
+        `acquire` and `release` call it; call it before each step if you call `place`, or another plan releases sets.
         """
         numbers = np.asarray(numbers, np.int64)
         below = self._bases[numbers]  # whose tables a view's steps read, and a view may stand over a view

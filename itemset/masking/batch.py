@@ -86,9 +86,8 @@ class Batch(NamedTuple):
         TREE: above [rows]: the parent's row, -1 for a request's first. tokens as in a chain.
         COLUMNS: tokens [rows, any], drafts of each row from left to right. above [1]: how many of them, in all rows.
     rows_each: logits rows of a request, if all have as many: [requests x rows_each] rows. None: see `slots`.
-    positions: [rows], or None; for a CHAIN with tokens. The column of history that a request's first row holds in
-        `tokens`, too. It is read from there, since history may be in the host's memory. A column outside begin .. end
-        has no meaning, and other rows' are not read.
+    positions: [rows], or None; for a CHAIN with tokens. The column of history that a request's first row has in
+        `tokens`, from where it is read: history may be in the host's memory. Others' and what is no column is ignored.
     """
 
     slots: Tensor

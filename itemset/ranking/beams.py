@@ -204,8 +204,8 @@ class Beams:
 
     @property
     def exact(self) -> Tensor:
-        """Return which items of races are decided at the end, [lists, k] bool: no other item of the set can come
-        before. Of an item that there is not: whether the set has no more."""
+        """Return which items of races no other item can precede, at the end: [lists, k] bool. Of a missing one: whether
+        the set has no more."""
         left = self._best_left[:, None]
         return left.isneginf() | (self._items.scores > left + _NEAR * (left.abs() + 1))
 
@@ -297,10 +297,9 @@ class Beams:
         return self._next_width
 
     def narrow(self) -> None:
-        """Omit from the next pass the last rows, none of which can lead to a better item; without rows the search is
-        over. What is found stays the same. Not for `Lockstep`, which has `rows_after`.
+        """Omit from the next pass the last rows, which lead to no better item; without rows the search is over.
 
-        It reads how many rows stay: on an accelerator the host waits for that.
+        On an accelerator the host waits for how many stay. Not for `Lockstep`, which has `rows_after`.
         """
         if not self.passes_left:
             return

@@ -43,8 +43,7 @@ class DrawingOptions(TypedDict, total=False):
     boost: what boosts are multiplied by.
     seed: of all random numbers; another one each time if None.
     width: passes in a round at least, if they can be of use; by default rounds grow with the passes so far.
-    max_passes: stop after these. approximate: let the draws that are not finished then go on among the items that are
-    scored; otherwise `result` raises CutOffError.
+    max_passes: stop after these. approximate: unfinished draws then go on among scored items, else they are an error.
     """
 
     replace: bool

@@ -20,8 +20,7 @@ from itemset.trie.walk import END, TAIL, advance, follow, is_alive, is_terminal,
 
 
 class Pass(NamedTuple):
-    """One forward pass over the prompt and `tokens` of an item. It gives the log-probabilities of `tokens[known:]`,
-    each after the tokens before it, and those of `after` after all of them."""
+    """One forward pass over the prompt and `tokens` of an item, whose answer is an `Answer`."""
 
     tokens: tuple[int, ...]
     known: int
@@ -29,15 +28,15 @@ class Pass(NamedTuple):
 
 
 Answer = tuple[NDArray[Any], NDArray[Any]]
-"""Of a pass: the log-probabilities of `tokens[known:]`, [len(tokens) - known], and of `after`."""
+"""The log-probabilities of a pass's `tokens[known:]`, each after those before it, and of `after`, after all of them."""
 
 UNSCORED, PENDING, ITEM = -1, -2, -3  # in place of a node's expansion; PENDING: its pass is asked for
 ROOT = 0
 SELF = -1  # in place of an edge: the item that ends where its node's parent does
 
 NODE = np.dtype([("mass", "f8"), ("edge", "i4"), ("parent", "i4"), ("token", "i4"), ("expansion", "i4")])
-"""A prefix or an item. mass: its log-probability times the tree's power. edge: of the trie, to it from its parent.
-parent: the expansion whose child it is. token: of the edge; of SELF the end token. expansion: its own, or a state."""
+"""A prefix or an item. mass: its log-probability times the tree's power. edge, token: of the trie, to it; of SELF the
+end token. parent: the expansion whose child it is. expansion: its own, or a state."""
 EXPANSION = np.dtype([("mass", "f8"), ("first", "i4"), ("count", "i4"), ("run", "i4"), ("length", "i4")])
 """A scored prefix. mass: with the tokens after it that are certain. first, count: its children, side by side, those of
 probability zero omitted. run, length: its certain tokens, in `runs`."""
@@ -273,8 +272,8 @@ def _of_children(tables, heights, boost, parents, lasts, states, counts, edges):
 
 @compiled
 def _children(tables, states, end_token):  # type: ignore[no-untyped-def]
-    """Return how many children each state has, and the edges of all, side by side: the last is SELF if an item ends
-    there. Then how many of these are scored, all but SELF if the end token is -1, and their tokens."""
+    """Return how many children each state has, and all edges, those of a state with SELF last if an item ends there;
+    then how many of each are scored, all but SELF if the end token is -1, and their tokens."""
     room = len(states)
     for state in states:
         if state < tables.nodes:

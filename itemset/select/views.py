@@ -27,8 +27,7 @@ from itemset.trie.view import bits_of, dead_of
 class View(ItemSet):
     """A set without the items that a filter or a list omits. The others keep their numbers.
 
-    base: the set, or the view, whose tables these are. own: the arrays that replace some of them: `alive`, `terminal`
-    and `dead` of `trie.tables.Tables`. shortest, longest, level_plan and token_ids are the base's.
+    base: the set, or the view, whose tables these are. own: the arrays of `Tables` that replace some of them.
     """
 
     def __init__(
@@ -94,9 +93,9 @@ def view(
     boost: by attribute, what a unit of it adds to a log-probability: of numbers, bools, and dates in days since 1970; a
         missing value adds 0. boost_keys: by key, what it adds. An item with several keys has the largest sum of those
         that pass.
-    A filter costs one pass over the attributes and one over the edges, and a bit an edge. Exclusions cost what they
-    are long. `only_keys` gives a small set of its own, without attributes but for `attributes_of`. A
-    boost by attributes costs a pass over the edges and 4 bytes an edge, one by keys what it is long.
+    A filter costs a pass over the attributes and one over the edges, and a bit an edge; a boost by attributes 4 bytes
+    an edge; exclusions and boosts by keys what they are long. `only_keys` gives a small set of its own, without
+    attributes but for `attributes_of`.
     Raises ItemSetError: a malformed query, keys of another type, or no item is left, with what each condition leaves;
     an attribute that is no number; boosts of a set that has some, or that change a score by more than `boosts.MOST`.
     """
@@ -231,8 +230,7 @@ def boosted_by_keys(base: ItemSet, keyed: Placed) -> ItemSet:
 def without(base: ItemSet, places: NDArray[np.int64]) -> ItemSet:
     """Return the set without these keys, given by their places in `keys`: ascending and distinct, all of which pass.
 
-    It stands on the set or on a filter of it, never on other exclusions: a view is at most two above its whole set.
-    Raises ItemSetError if no item is left.
+    It never stands on other exclusions: a view is at most two above its whole set. Raises ItemSetError if it is empty.
     """
     if not len(places):
         return base

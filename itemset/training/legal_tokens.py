@@ -1,7 +1,4 @@
-"""Which tokens a set allowed at each place of a batch: what a mask was in the rollout is a function of (set, prefix).
-
-So nothing but the token ids has to come from the rollout: the trainer walks the same trie.
-"""
+"""Which tokens a set allowed at each place of a batch. A trainer walks the same trie, and needs the token ids alone."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -101,8 +101,7 @@ def legal_log_probs(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Return log q and log m of the ids, [B, T] each; 0 where there is no constraint. Their sum is log p.
 
-    logits: [B, T, V]; those at [b, t] predict id t. temperature: the rollout's.
-    mass: if False, log m is None, and only the legal tokens' logits are read.
+    logits, mass: as of `LegalPolicy.of_logits`; without `mass` log m is None. temperature: the rollout's.
     """
     policy = LegalPolicy.of_logits(logits, _legal(ids, item_set, walked), temperature=temperature, mass=mass)
     return policy.log_probs, policy.log_mass if mass else None
@@ -112,10 +111,7 @@ def legal_log_probs_of_hidden(
     hidden: Tensor, head_weight: Tensor, ids: Tensor | LegalTokens, item_set: Sets = None, *, temperature: float = 1.0,
     mass: bool = True, **walked: Unpack[Walked],
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Do `legal_log_probs` from hidden states [B, T, d] and the head's matrix [V, d], without any [B, T, V].
-
-    mass: if False, the other tokens' rows of the head are not used at all.
-    """
+    """Do `legal_log_probs` from hidden states [B, T, d] and the head's matrix [V, d], as `LegalPolicy.of_hidden`."""
     legal = _legal(ids, item_set, walked)
     policy = LegalPolicy.of_hidden(hidden, head_weight, legal, temperature=temperature, mass=mass)
     return policy.log_probs, policy.log_mass if mass else None

@@ -159,9 +159,9 @@ class Keys:
 def in_item_order(
     members: NDArray[Any], starts: NDArray[np.uint32] | None
 ) -> tuple[NDArray[Any], NDArray[np.uint32] | None]:
-    """Return the place of each key of these groups, one group after the other, and where each group's begin.
+    """Return the place of each key of these items, one item after the other, and where each item's begin.
 
-    members: numbers of groups. starts: where each group begins, and the end of the last; None if each is one key.
+    members: numbers of items. starts: as of `Keys`.
     """
     if starts is None:
         return members, None

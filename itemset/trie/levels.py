@@ -1,8 +1,7 @@
 """What the host knows of a set's levels: how wide they are, and ready masks.
 
-With the widths, a search over a trie needs no shape from the device. A walk that masks by a node's children takes a
-time in proportion to them, and each request begins where they are most: for the nodes of the first levels, a ready mask
-is what may follow as a row of bits, which is copied, or applied, as fast wherever it comes from.
+With the widths, a search over a trie needs no shape from the device. A walk masks in a time in proportion to a node's
+children, which are most where each request begins: the first levels' nodes have ready masks, a bit for each token.
 """
 
 from dataclasses import dataclass

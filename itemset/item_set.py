@@ -216,7 +216,7 @@ class ItemSet:
         return numbers
 
     def find(self, tokens: Sequence[int]) -> tuple[int | str, bool] | None:
-        """Return the first key of the item of these tokens, and whether it is a prefix of another; None if it is none."""
+        """Return the first key of the item of these tokens, and whether it begins another item; None if it is none."""
         number = int(self._numbers_of(as_rows([tokens]))[0])
         if number < 0:
             return None

@@ -16,15 +16,11 @@ from itemset.ranking.beams import BeamOptions, Beams
 
 
 class Ranking(NamedTuple):
-    """The distinct items found for each row, best first.
+    """The distinct items found for each row, best first."""
 
-    tokens: [batch, width, longest] int64, -1 after an item's end and in rows from `found` on. scores: [batch, width]
-    float32, the sum of the log-probabilities of an item's tokens; -inf from `found` on. found: [batch] int64.
-    """
-
-    tokens: Tensor
-    scores: Tensor
-    found: Tensor
+    tokens: Tensor  # [batch, width, longest] int64, -1 after an item's end and in rows from `found` on
+    scores: Tensor  # [batch, width] float32, sums of the tokens' log-probabilities; -inf from `found` on
+    found: Tensor  # [batch] int64
 
 
 def beam_search(
@@ -38,10 +34,9 @@ def beam_search(
 
     logits_fn: takes the tokens so far, [batch, width, t] int64, and the beam of the step before that each of them
     continues, [batch, width] int64 (to reorder cached keys and values by); returns logits [batch, width, vocabulary] of
-    any floating dtype, on the arena's device. In the first step only each row's first beam is read. Rows that hold no
-    beam hold any tokens; their logits are not used. longest: `ItemSet.longest`, the most steps that are taken (one more
-    with end_token). Longer items are not found, nor are items with tokens outside the vocabulary. end_token: if given,
-    the end of an item is a token of the model's too, and counts in the score.
+    any floating dtype, on the arena's device. Logits of rows without a beam, at first of all but each row's first, are
+    not used. longest: `ItemSet.longest`, the most steps that are taken (one more with end_token). Longer items are not
+    found, nor those with tokens outside the vocabulary. end_token: if given, the end of an item counts in the score.
 
     Raises ValueError if batch, width or longest is less than 1, KeyError if the arena has no such set.
     """

@@ -64,13 +64,11 @@ def build_external(
 ) -> ItemSet:  # fmt: skip
     """Build the set of a file's items, byte for byte the one that `sources.read` and `build` or `build_text` make.
 
-    path; column, key, attributes, dialect: as for `sources.read`. tokenizer, prefix, escape, vocab_size: as for `build`
-    (token ids) and `build_text` (texts). keep_text: take the texts for keys, as they are given.
+    source: what these take, by their names. keep_text: take the texts for keys, as they are given.
     before: the set of an earlier file, whose attributes, prefix, escape and vocab_size are taken if none are given.
     memory: bytes that sorting may take (at least 750 MB are used), and then as much of the tables and of one integer an
     item; by default half of what is available. What is more, of about 16 bytes an item, is in files.
-    folder: for temporary files, on a disk with room for some three times the tokens, keys and attributes; by default a
-    new one in the system's temporary one.
+    folder: for temporary files, with room for some three times the tokens, keys and attributes; by default a new one.
     progress: called with a stage ("reading" or, for texts, "encoding"; "sorting", "merging", "building") and the share
     of it that is done.
     Raises ItemSetError as those functions do, if the disk is full, and if the set before had another tokenizer, or keys

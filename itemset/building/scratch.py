@@ -173,7 +173,7 @@ class Stored:
 
     @property
     def types(self) -> list[Any]:
-        """Return the Arrow types of `Batch.values`."""
+        """Return the Arrow types of a `Batch`'s keys and attributes."""
         return [self.key_type or ROW, *(column.packed for column in self.columns)]
 
     def add(self, items: Items, rows: Rows) -> None:

@@ -124,12 +124,11 @@ class DraftHead(nn.Module):
     ) -> Beams:  # fmt: skip
         """Return the beams of some lists at their end: `Beams.found` has the items, each one of its list's set.
 
-        A score is the sum of an item's log-probabilities by the head, whose own codes alone share each level's; the
-        end costs nothing. Items with other tokens are not found, nor longer ones. Nothing is read back.
+        A score is the sum of an item's log-probabilities by the head, shared by its own codes alone; the end costs
+        nothing. Items with other tokens are not found, nor longer ones. Nothing is read back.
 
-        hidden: [lists, L + 1, d] of any floating dtype, on the arena's device. numbers: the set of each list, as the
-        arena numbers it. plan: of that set, or of all. renormalised, boost: as for `Beams`.
-        Raises ValueError for another shape, and as `Beams` does.
+        hidden: [lists, L + 1, d] of any floating dtype, on the arena's device. The others: as for `Beams`. Raises
+        ValueError for another shape, and as `Beams` does.
         """
         shape = (len(numbers), self.levels + 1, self.hidden_size)
         if hidden.shape != shape:

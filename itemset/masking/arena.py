@@ -137,8 +137,7 @@ class Arena:
 
     kernels: `cpu_kernels` or `triton_kernels`. choice: of these, and of those of searches over its sets.
     words: [nbytes / 4 + 1] int32. All tables; the last word is nobody's.
-    sets: [max_sets + 1, ROW] int64. Each set's row, see `batch`: where its sections begin, in words. The last row is
-        nobody's.
+    sets: [max_sets + 1, ROW] int64. Each set's row: where its sections begin, in words (`batch`); the last is nobody's.
     rows: on a CPU, the same with addresses. rows_at: its own.
     """
 
@@ -251,9 +250,14 @@ class Arena:
         """
         if self.holds(item_set.digest, number, start):
             return
-        base = self._below(item_set)
-        if base is None:
+        base = None
+        if item_set.base is None:
             _refuse_disorder(item_set)
+        else:
+            bases = (n for n, one in self._placed.items() if one.there and one.digest == item_set.base.digest)
+            base = next(reversed([*bases]), None)  # an earlier place may be free again
+            if base is None:
+                raise ItemSetError("the arena does not hold the set of which this is a view: acquire that first")
         row, parts = self._parts(item_set, number, start, base)
         known = vars(item_set.whole)
         levels = item_set.level_plan if "level_plan" in known else item_set
@@ -308,15 +312,6 @@ class Arena:
             at += aligned(array.nbytes)
         parts.append((self.sets[number].view(torch.uint8), row.view(np.uint8)))
         return row, parts
-
-    def _below(self, item_set: ItemSet) -> int | None:
-        """Return the number of the set whose tables a view shares; None for a whole set. Raises as `place` does."""
-        if item_set.base is None:
-            return None
-        for number, placed in reversed(self._placed.items()):  # an earlier place may be free again
-            if placed.there and placed.digest == item_set.base.digest:
-                return number
-        raise ItemSetError("the arena does not hold the set of which this is a view: acquire that first")
 
 
 def with_addresses(rows: NDArray[np.int64], words: int) -> NDArray[np.int64]:

@@ -47,8 +47,8 @@ class Resident:
 class Plan:
     """Who has which piece of an arena: sets are added, shared by equal content, counted, and forgotten to make room.
 
-    A set in use is never moved or forgotten; one that nobody uses stays until another needs its place. A plan touches
-    no memory, so one process can plan the arenas of several devices. Safe for threads.
+    A set in use stays where it is, another one until its place is needed. A plan touches no memory, so one process can
+    plan the arenas of several devices. Safe for threads.
     """
 
     def __init__(self, nbytes: int, *, max_sets: int = 1024) -> None:
@@ -148,9 +148,9 @@ Piece = tuple[int, int]  # number and start of a set
 
 
 class Holdings:
-    """The served version of each set has its room, and the one that is on its way. Call it from one thread.
+    """The room of each set's served version, and of the one on its way. Call it from one thread.
 
-    What was held before stays in the arena until the room is needed: a rollback copies nothing.
+    What was held before stays until the room is needed: a rollback copies nothing.
     """
 
     def __init__(self, plan: Plan, served: Mapping[str, ItemSet]) -> None:
@@ -187,10 +187,7 @@ class Holdings:
 
 
 def room_for(item_set: ItemSet) -> int:
-    """Return the bytes that a set takes in an arena: `ItemSet.nbytes` and ready masks, each section at a cache line.
-
-    Of a view, what it takes with its base.
-    """
+    """Return the bytes that a set takes in an arena, a view with its base: tables and ready masks, in cache lines."""
     return arena_bytes([item_set], 0)
 
 

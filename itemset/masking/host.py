@@ -1,7 +1,7 @@
 """The host path: one request's state with its history, and a batch's masks as bitmasks.
 
-Numba takes microseconds to unpack even the tables' pointers in each call. So a compiled function takes one address, at
-which it finds them and the stop tokens', and one call serves rows of different sets.
+Numba takes microseconds to unpack even the tables' pointers. So compiled functions find them, and the stop tokens, at
+one address, and one call serves rows of different sets.
 """
 
 from collections.abc import Iterable, Sequence
@@ -57,11 +57,7 @@ class Walk:
 
 
 class HostState(Walk):
-    """One request's place in an item set.
-
-    If an item may end here, the stop tokens are allowed beside the children. Once it has ended, they alone are: a
-    request that ignores its stop tokens goes on with them and never leaves the set.
-    """
+    """One request's place in an item set. Where an item may end, stop tokens are allowed, and after it they alone."""
 
     def __init__(self, item_set: ItemSet, stop_token_ids: Iterable[int]) -> None:
         super().__init__(item_set, stop_token_ids)
@@ -121,8 +117,7 @@ def fill_bitmasks(
 ) -> None:
     """Fill many rows of a bitmask in one compiled call, as `HostState.fill_bitmask` fills one.
 
-    hosts, states, rows: the request of each row to fill, a state in that request's set (FREE allows all tokens), and
-        the row's number.
+    hosts, states, rows: each row's request, a state in its set (FREE allows all tokens), and the row's number.
     bitmask: [any, ceil(vocabulary / 32)] int32. Other rows stay as they are.
     Raises IndexError if `bitmask` has no such row, ValueError if the three differ in length.
     """

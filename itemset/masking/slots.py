@@ -55,10 +55,8 @@ class Slots:
             end[row_to_slot] += 1  # a request is over when it has sampled one of its stop tokens
 
     Give every request with a set a stop token within the vocabulary: after the item nothing else is allowed, and a row
-    without one is empty. Committed tokens never shrink: an engine that takes some back assigns the slot again.
-
-    All of it is on the device and written there, by the arena's kernels. Nothing here waits for the device. Under
-    Triton `step`, `walk` and `forced` allocate nothing, and can be captured in a CUDA graph.
+    without one is empty. Committed tokens never shrink: an engine that takes some back assigns the slot again. Nothing
+    waits for the device. Under Triton `step`, `walk` and `forced` allocate nothing: a CUDA graph can capture them.
 
     cells: [slots + 1] int64. Each slot's set, its state in that set, and how many tokens led there (batch.py). The last
         cell is nobody's.

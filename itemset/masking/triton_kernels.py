@@ -370,8 +370,7 @@ def _forbid(logits, begin, high, CHUNK: tl.constexpr):
 def _forbid_others(bits, first_word, width, logits, low, high, CHUNK: tl.constexpr):
     """Overwrite the logits from `low` to `high` whose bit is not set in a ready mask. Reads no logits.
 
-    bits: [width] words, of which the first is for columns 32 * first_word and the 31 after it. Where 16 columns in a
-    row stay nowhere, a thread writes 16 bytes at once.
+    bits: [width] words, the first for the 32 columns from 32 * first_word on. Threads write 16 bytes where they can.
     """
     for begin in range(low, high, CHUNK):
         word = (begin >> 5) - first_word

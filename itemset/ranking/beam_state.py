@@ -92,12 +92,11 @@ class Rows(NamedTuple):
 
 
 class Items(NamedTuple):
-    """Items, best first: tokens [L, k, longest] int64, -1 after an item's tokens; scores, what orders them, and logs,
-    their log-probabilities, [L, k] float64, contiguous. No item: -inf, -inf and -1."""
+    """Items, best first."""
 
-    tokens: Tensor
-    scores: Tensor
-    logs: Tensor
+    tokens: Tensor  # [L, k, longest] int64, -1 after an item's tokens
+    scores: Tensor  # [L, k] float64, contiguous, what orders them, -inf for no item
+    logs: Tensor  # their log-probabilities, as the scores
 
     @classmethod
     def empty(cls, lists: int, k: int, longest: int, device: torch.device) -> "Items":

@@ -91,10 +91,9 @@ class Drawing(Rounds):
         return self._keys.view(np.int64).tolist(), self._k
 
     def begin_with(self, known: Mapping[int, Sequence[Item]], passes: int, rounds: int) -> Found | None:
-        """Take over the results of `beams.Beams`, before the first round: all items of some races, by number. The
-        others begin again, with the same result. passes, rounds: what those took.
+        """Take over all items of some races, by number, before the first round, and what they took of `beams.Beams`.
 
-        Returns the result if nothing is left to do, and something was drawn.
+        The others begin again, with the same result. Returns that if nothing is left to do, and something was drawn.
         """
         self._known, self._before = known, (passes, rounds)
         return self.result if len(known) == len(self._races) and any(known.values()) else None

@@ -216,8 +216,7 @@ class ScoredTree:
 
 @compiled
 def _read_edges(tables, edges, forced):  # type: ignore[no-untyped-def]
-    """Return, of each edge: the state after its token and those that are certain after it, how many these are, the
-    tokens of all, side by side, and the last edge on the way. SELF: of what follows the root."""
+    """Do `ScoredTree._read`, with how many certain tokens there are, and these side by side. SELF: after the root."""
     states, lengths = np.empty(len(edges), np.int64), np.empty(len(edges), np.int64)
     lasts = np.empty(len(edges), np.int64)
     tokens, size = np.empty(8 * len(edges) + 8, np.int64), 0

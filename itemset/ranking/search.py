@@ -35,12 +35,11 @@ def widest(width: Width) -> int:
 
 
 class Item(NamedTuple):
-    """An item that was found: its tokens without the end token, and its score: its log-probability, with its end
-    token's if that is scored, and its boost in a list. about: what an answer says of it besides."""
+    """An item that was found."""
 
-    tokens: tuple[int, ...]
-    score: float
-    about: Mapping[str, Any] = MappingProxyType({})
+    tokens: tuple[int, ...]  # without the end token
+    score: float  # its log-probability, with its end token's if that is scored, and in a list its boost
+    about: Mapping[str, Any] = MappingProxyType({})  # what an answer says of it besides
 
 
 class Found(NamedTuple):
@@ -227,10 +226,9 @@ class Search(Rounds):
 
 
 class TokenScores(Rounds):
-    """log p and log q of each token of items that are known already, such as those of a list, in one round of passes: a
-    list's search has the sums alone, and a trainer needs each token's. Prefixes that items share are scored once.
+    """log p and log q of each token of known items, of which a list's search has the sums alone: in one round.
 
-    Its `result` is itself.
+    Prefixes that items share are scored once. Its `result` is itself.
 
     items: of each item log p and log q, of its end token too, [tokens + 1] floats each, once the round is taken.
     """

@@ -35,12 +35,8 @@ class View(ItemSet):
         digest: str | None = None,
     ) -> None:  # fmt: skip
         """keys: those that pass; the base's if nobody asks this object for keys."""
-        super().__init__(
-            replace(base.trie, tables=replace(base.trie.tables, **own), items=items),  # type: ignore[arg-type]
-            keys or base._keys,
-            base._origin,
-            digest=digest,
-        )
+        trie = replace(base.trie, tables=replace(base.trie.tables, **own), items=items)  # type: ignore[arg-type]
+        super().__init__(trie, keys or base._keys, base._origin, digest=digest)
         self.base, self.own = base, own
 
     @property

@@ -1,7 +1,7 @@
 """Attributes: typed columns beside the keys, a row for each key, in the index file as one Arrow stream.
 
-Texts with few distinct values are numbers into a dictionary there, so that a filter compares the dictionary's few texts
-and takes the rest by number. The stream's batches lie in the mapped file: reading copies nothing.
+Texts with few distinct values are numbers into a dictionary, whose few texts alone a filter compares. The stream's
+batches lie in the mapped file: reading copies nothing.
 """
 
 from collections.abc import Sequence

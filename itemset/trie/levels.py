@@ -92,10 +92,10 @@ def _measure(tables, tail_tokens, edges, tails, tailed, low, high):  # type: ign
 
 
 def ready_masks(trie: Trie) -> NDArray[np.uint32]:
-    """Return the header and the rows of the first levels, as deep as a level has a node with more than WIDE children.
+    """Return a header and rows for all nodes down to the deepest level with a node of more than WIDE children, if any.
 
-    All nodes of a level have a row, or none: up to a share of the tables' bytes. Bit t of a row, counted from bit
-    32 * `first word` on, is set if a walk may take an edge with token t. Of a view, its own. Empty without such a node.
+    They take up to a share of the tables' bytes. Bit t of a row, counted from bit 32 * `first word` on, is set if a
+    walk may take an edge with token t, of a view its own.
     """
     tables, end, deepest = trie.tables, 0, 0
     most = max(0 if len(tables.alive) else trie.nbytes // _SHARE, _LEAST) // 4

@@ -133,10 +133,7 @@ def fill(client: Any, model: type[Model], prompt: Prompt, **options: Any) -> Any
 
 
 def read(model: type[Model], choice: Any) -> Model:
-    """Return the instance that a choice of the client's answer holds, its items with the keys that the answer says.
-
-    Raises pydantic.ValidationError if a limit has cut the answer.
-    """
+    """Return the instance that a choice holds, items with keys. Raises pydantic.ValidationError if it was cut off."""
     text = choice.text if hasattr(choice, "text") else choice.message.content
     try:
         value = json.loads(text)

@@ -129,10 +129,7 @@ def rollback(folder: PathLike, version: str | None = None) -> Version:
 
 
 def versions(folder: PathLike) -> list[Version]:
-    """Return the versions in the folder, the current one first, then by when they were current last.
-
-    Raises ItemSetError if there is no pointer, or if it is damaged.
-    """
+    """Return the folder's versions, the last current one first. Raises ItemSetError without a sound pointer."""
     folder = Path(folder)
     if in_pointer := _versions(folder):
         return in_pointer

@@ -116,10 +116,7 @@ def fetched(path: PathLike) -> BinaryIO:
 
 @contextmanager
 def locked(path: PathLike, how: int = fcntl.LOCK_EX, mode: int = 0o666) -> Iterator[None]:
-    """Lock a file of this machine, made if it is missing. The lock ends with the process, however that ends.
-
-    how: as of `fcntl.flock`. Raises OSError as that does.
-    """
+    """Lock a file, made if missing, for the block or until the process ends. how, and OSErrors: of `fcntl.flock`."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, mode)
         try:

@@ -143,10 +143,7 @@ def escaped(text: str, escape: Escape | None) -> str:
 
 
 def continues(tokenizer: Any) -> bool:
-    """Return whether the tokenizer encodes a text at the beginning as in the middle of a longer one.
-
-    SentencePiece and its like put the mark of a word's start before a whole text.
-    """
+    """Return whether a text encodes alike at the beginning and in the middle: SentencePiece marks a word's start."""
     carrier, *texts = _token_ids([_CARRIER, *_CARRIED], tokenizer)
     after = _token_ids([_CARRIER + text for text in _CARRIED], tokenizer)
     return after == [carrier + text for text in texts]
@@ -226,10 +223,7 @@ _WRAPPED = ("__call__", "_call_one", "batch_encode_plus", "_encode_plus", "_batc
 
 
 def _compiled(tokenizer: Any) -> Any:
-    """Return the compiled tokenizer around which a Hugging Face one does nothing of its own; None if it does.
-
-    Calls through the wrapper take nearly twice as long.
-    """
+    """Return the compiled tokenizer, nearly twice as fast, of a wrapper that does nothing of its own; else None."""
     kind = type(tokenizer)
     base = next((one for one in kind.__mro__[::-1] if one.__name__ in _WRAPPERS), None)
     if base is None or any(getattr(kind, name, None) is not getattr(base, name, None) for name in _WRAPPED):

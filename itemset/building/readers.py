@@ -113,10 +113,7 @@ def _without_nan(data: bytes) -> bytes:
 
 
 def _document(source: SourceFile) -> list[dict[str, Any]] | None:
-    """Return the rows of a JSON document, None if it is JSON lines.
-
-    An array has a row for each element; an object has one for each entry, whose name is the item's key.
-    """
+    """Return a JSON document's rows, of an array or of an object of them by key; None if it is JSON lines."""
     with opened(source) as (file, _):
         data = file.read().removeprefix(b"\xef\xbb\xbf")
     try:

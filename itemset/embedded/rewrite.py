@@ -324,10 +324,7 @@ def _begins_with_item(node: Any) -> bool:
 
 
 def read_slate(slate: Any) -> tuple[dict[str, Any], int, str]:
-    """Return a slate, how many items it has, and the text between two. Raises ItemSetError.
-
-    A slate is an object of item_set, n and separator; what chooses among the items may stand in it, too.
-    """
+    """Return a slate (item_set, n, separator, what selects items), its n and its separator. Raises ItemSetError."""
     if not isinstance(slate, dict):
         raise ItemSetError(f"slate must be an object of {WORD}, n and separator, {_SLATE}, not {shown(slate)}")
     if others := sorted(set(slate) - {WORD, "n", "separator", *SELECTION}):

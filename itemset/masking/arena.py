@@ -282,10 +282,7 @@ class Arena:
         self._bases[number] = number if base is None else base
 
     def place_next(self, name: str, item_set: ItemSet, piece: arena_plan.Piece) -> bool:
-        """Copy the next piece of a version's tables, between two steps. Return whether all of them are there.
-
-        name: of the registered set. Raises ItemSetError as `place` does.
-        """
+        """Copy the next piece of the set `name`; return whether all of it is there. Raises ItemSetError as `place`."""
         if name not in self._coming or self._coming[name][0] != piece:
             self._coming[name] = piece, self.placing(item_set, *piece)
         if next(self._coming[name][1], self) is not self:
@@ -323,10 +320,7 @@ def with_addresses(rows: NDArray[np.int64], words: int) -> NDArray[np.int64]:
 
 
 def check_tables(item_set: ItemSet) -> None:
-    """Do ahead of `Arena.place` what reads all of a set, for fractions of a second if it is large.
-
-    Raises ItemSetError if the tables of a set, or of the set below a view, are no trie.
-    """
+    """Do ahead of `Arena.place` what reads all of a set, which takes time. Raises ItemSetError if it is no trie."""
     _refuse_disorder(item_set)
     _ = item_set.level_plan, item_set.token_ids, item_set.whole.ready  # else an arena keeps the set, and its file open
 

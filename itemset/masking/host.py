@@ -139,10 +139,7 @@ def warm_up() -> None:
 
 
 def forced_tokens(item_set: ItemSet, tokens: Iterable[int]) -> int:
-    """Count the tokens that were the only ones that could follow, the stop token after an item among them.
-
-    tokens: of an answer, from the beginning of its item on.
-    """
+    """Count an answer's tokens, from its item on, that were the only ones that could follow, stop tokens among them."""
     return int(_forced_tokens(item_set.trie.tables.pointers, np.array(list(tokens), np.int64)))
 
 

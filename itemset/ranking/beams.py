@@ -329,10 +329,7 @@ def items_of(end_token: int | None, renormalised: bool) -> int:
 
 
 def table_of(found: Found) -> Tensor:
-    """Return items as a table, [lists, k, 2 + longest] float64: log-probability, number of tokens, tokens, then -1.
-
-    Where there is no item: -inf, 0 and -1.
-    """
+    """Return a table of items, [lists, k, 2 + longest] float64: log p or -inf, number of tokens, tokens, then -1."""
     tokens, scores = found
     return torch.cat((scores[:, :, None], (tokens >= 0).sum(2, keepdim=True).double(), tokens.double()), 2)
 

@@ -274,10 +274,7 @@ class TokenScores(Rounds):
 
 
 def ordered(items: Sequence[tuple[tuple[int, ...], float]], scores: NDArray[np.float64] | None = None) -> list[Item]:
-    """Return items, given as tokens and log-probability, best first; equal scores are ordered by tokens.
-
-    scores: [items] float64; the log-probabilities if None.
-    """
+    """Return items best first, equal ones by tokens. scores: [items] float64, the log-probabilities if None."""
     each = [log for _, log in items] if scores is None else scores.tolist()
     ranked = (Item(tokens, score, {"logprob": log}) for (tokens, log), score in zip(items, each, strict=True))
     return sorted(ranked, key=lambda one: (-one.score, one.tokens))

@@ -249,10 +249,7 @@ def without(base: ItemSet, places: NDArray[np.int64]) -> ItemSet:
 
 
 def only(base: ItemSet, places: NDArray[np.int64]) -> ItemSet:
-    """Return a set of its own of the items with these keys, given by their places in `keys`, each of which passes.
-
-    Not of a set that has boosts.
-    """
+    """Return a set of its own of the items with the keys at these places, which pass. Not of a set with boosts."""
     _refuse_steered(base)
     whole, numbers = base.whole, base._keys.owners(places)
     rows = items_at(whole.trie.tables, numbers, whole.longest)

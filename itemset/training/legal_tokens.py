@@ -21,10 +21,7 @@ _PLACES = 256  # whose logits are computed in one product
 
 @dataclass(frozen=True)
 class LegalTokens:
-    """The legal tokens of a batch of token ids [B, T]: those of one place after the other, with no room between them.
-
-    All on the CPU, int64: a collator may make it in a process of its own.
-    """
+    """The legal tokens of a batch of ids [B, T], place after place. On the CPU, int64: for collators' processes."""
 
     shape: tuple[int, int]  # (B, T)
     places: Tensor  # [R], which of the B * T places have a constraint, ascending

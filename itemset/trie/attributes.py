@@ -310,10 +310,7 @@ def to_section(table: pa.Table, order: NDArray[Any]) -> NDArray[np.uint8]:
 
 
 def from_section(section: NDArray[np.uint8] | None, rows: int) -> pa.Table:
-    """Return the table over the section's own memory: no columns if there is none.
-
-    All of it is read and checked: what a filter computes then stays inside. Raises ItemSetError if it is damaged.
-    """
+    """Return the table over the section's own memory, all of it checked. Raises ItemSetError if it is damaged."""
     if section is None:
         return pa.table({"none": pa.nulls(rows)}).select([])
     try:

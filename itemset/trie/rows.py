@@ -179,10 +179,7 @@ def sort_unique(rows: Rows) -> Distinct:
 
 
 def sort_order(rows: Rows) -> NDArray[np.uint32]:
-    """Return the positions of the rows in ascending order.
-
-    They are sorted by as many tokens as fit in 64 bits beside the position, then ties by the next; equal ones stay.
-    """
+    """Return the positions of the rows in ascending order, equal ones in theirs: by 64 bits of tokens at a time."""
     bits = (int(rows.tokens.max()) + 1).bit_length()
     longest = rows.longest
 
@@ -267,10 +264,7 @@ def common_prefixes(tokens, size, offsets, width, lcp):  # type: ignore[no-untyp
 
 @compiled
 def pack_keys(tokens, size, offsets, width, members, depth, count, bits, index_bits):  # type: ignore[no-untyped-def]
-    """Return a sort key for each member: [members] uint64.
-
-    It holds tokens depth .. depth + count, the first one highest, 0 after the end, and its position in `index_bits`.
-    """
+    """Return sort keys, uint64: `count` tokens from `depth` on, the first highest, 0 after the end; then positions."""
     keys, index_mask = np.empty(len(members), np.uint64), (np.uint64(1) << np.uint64(index_bits)) - np.uint64(1)
     for i in range(len(members)):
         start, end = bounds(offsets, width, np.int64(members[i]))

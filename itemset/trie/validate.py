@@ -16,10 +16,7 @@ _DTYPES = {"uint16", "uint32", "uint64"}
 
 
 def check_shapes(trie: Trie) -> None:
-    """Raise ValueError if an array lacks the type or length that the walks rely on, or a row leaves the edges.
-
-    Reads `row_offsets` and `terminal`, the smallest of the arrays.
-    """
+    """Raise ValueError if an array is not as walks rely on, or a row leaves the edges. Reads the smallest arrays."""
     tables, levels = trie.tables, len(trie.level_nodes)
     for holds, what in (
         (levels == len(trie.level_edges) > 0, f"{levels} levels of nodes, {len(trie.level_edges)} of edges"),
@@ -65,10 +62,7 @@ def _check_levels(trie: Trie) -> None:
 
 
 def check_items(trie: Trie) -> None:
-    """Raise ValueError unless the tables are a trie as `build_trie` makes it, and its counts are theirs.
-
-    Reads every tail once, and every edge twice. Each item then leads to its number, and back.
-    """
+    """Raise ValueError unless the tables are a trie of `build_trie` with these counts. Reads all of them."""
     if (extent := lengths_in_order(trie)) is None:
         raise ValueError("its tables are no trie")
     if extent != (trie.shortest, trie.longest):

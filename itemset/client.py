@@ -25,15 +25,20 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Item:
-    """An item of a set. `Item["films"]` is the type of a Pydantic field that holds an item of the set `films`."""
+    """An item of a set. `Item["films"]` is the type of a Pydantic field that holds an item of the set `films`.
 
-    key: int | str | None  # None if the server has not named it
+    key: None if nobody has said it. keys: all of its keys, `key` first. score: of lists and draws, which it orders.
+    logprob: the model's, equal to the score unless a request steers. version: of a published set. attributes: of its
+    key, if the request asked for them (`item_attributes`).
+    """
+
+    key: int | str | None
     text: str
-    score: float | None = None  # of lists and draws, which it orders
-    keys: tuple[int | str, ...] = field(default=(), compare=False, repr=False)  # all of its keys, `key` first
-    version: str | None = field(default=None, compare=False, repr=False)  # of the published set
-    attributes: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # by `item_attributes`
-    logprob: float | None = field(default=None, compare=False, repr=False)  # differs from a score that is steered
+    score: float | None = None
+    keys: tuple[int | str, ...] = field(default=(), compare=False, repr=False)
+    version: str | None = field(default=None, compare=False, repr=False)
+    attributes: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    logprob: float | None = field(default=None, compare=False, repr=False)
 
     def __class_getitem__(cls, item_set: Sets) -> Any:
         return Annotated[cls, Of(item_set)]

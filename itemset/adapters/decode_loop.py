@@ -16,11 +16,15 @@ from itemset.ranking.beams import BeamOptions, Beams
 
 
 class Ranking(NamedTuple):
-    """The distinct items found for each row, best first."""
+    """The distinct items found for each row, best first.
 
-    tokens: Tensor  # [batch, width, longest] int64, -1 after an item's end and in rows from `found` on
-    scores: Tensor  # [batch, width] float32, sums of the tokens' log-probabilities; -inf from `found` on
-    found: Tensor  # [batch] int64
+    tokens: [batch, width, longest] int64, -1 after an item's end and in rows from `found` on. scores: [batch, width]
+    float32, the sum of the log-probabilities of an item's tokens; -inf from `found` on. found: [batch] int64.
+    """
+
+    tokens: Tensor
+    scores: Tensor
+    found: Tensor
 
 
 def beam_search(

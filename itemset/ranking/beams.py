@@ -24,32 +24,19 @@ _NEAR = 2.0**-20  # children order by float32: what is nearer than such a part o
 
 
 class BeamOptions(TypedDict, total=False):
-    """What to search for.
+    """What to search for."""
 
-    width: places that open prefixes compete for, on every level or on each: see `search.Width`.
-    k: items to find; in each race, items drawn without replacement.
-    end_token: if given, the end of an item counts in its score. Races need it.
-    renormalised: score each token by its share among those that may stand there; tails then cost nothing.
-    stepwise: one token a pass for all beams: `queries` is 1, and an item that stands alone may be pruned later.
-    longest: with stepwise, the most tokens of an item that is found; those of the plan's longest if None.
-    keys: [lists] int64, on the arena's device: draw, by these keys of `exact_sampling.Drawing.races`.
-    temperature: of draws, above 0; above 1 of sets that `tempered` has made.
-    boost: what the boosts of the sets count, see `view`.
-    normalise_length: of lists with an end token, as of `search.Search`; not with renormalised.
-    kernels: by default as the arena's; "auto" is Numba on a CPU and Triton on an accelerator.
-    """
-
-    width: Required[Width]
-    k: Required[int]
-    end_token: Required[int | None]
-    renormalised: bool
-    stepwise: bool
-    longest: int | None
-    keys: Tensor | None
-    temperature: float
-    boost: float
-    normalise_length: float
-    kernels: Kernels
+    width: Required[Width]  # places that open prefixes compete for
+    k: Required[int]  # items to find; in each race, items drawn without replacement
+    end_token: Required[int | None]  # if given, the end of an item counts in its score. Races need it
+    renormalised: bool  # score each token by its share among those that may stand there; tails then cost nothing
+    stepwise: bool  # one token a pass for all beams: `queries` is 1, and an item that stands alone may be pruned later
+    longest: int | None  # with stepwise, the most tokens of an item that is found; those of the plan's longest if None
+    keys: Tensor | None  # [lists] int64, on the arena's device: draw, by these keys of `exact_sampling.Drawing.races`
+    temperature: float  # of draws, above 0; above 1 of sets that `tempered` has made
+    boost: float  # what the boosts of the sets count, see `view`
+    normalise_length: float  # of lists with an end token, as of `search.Search`; not with renormalised
+    kernels: Kernels  # by default as the arena's; "auto" is Numba on a CPU and Triton on an accelerator
 
 
 class Found(NamedTuple):

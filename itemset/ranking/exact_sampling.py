@@ -36,23 +36,20 @@ class CutOffError(ValueError):
 
 
 class DrawingOptions(TypedDict, total=False):
-    """replace: n independent draws, among which an item may occur again, the default; if False, n distinct items, each
-    drawn from what the others have left: fewer if the set has fewer.
-    temperature: over items: one of probability p is drawn with a weight of p^(1/T), of a boost b (`itemset.view`) with
-        (p * e^b)^(1/T).
-    boost: what boosts are multiplied by.
-    seed: of all random numbers; another one each time if None.
-    width: passes in a round at least, if they can be of use; by default rounds grow with the passes so far.
-    max_passes: stop after these. approximate: unfinished draws then go on among scored items, else they are an error.
-    """
+    """How to draw."""
 
+    # Whether the n draws are independent, so that an item may occur again: the default. Else n distinct items, each
+    # drawn from what the others have left: fewer if the set has fewer.
     replace: bool
+    # T, over items: one of probability p and boost b (`itemset.view`) is drawn with a weight of (p * e^b)^(1/T).
     temperature: float
-    boost: float
-    seed: int | None
-    width: int | None
-    max_passes: int | None
-    approximate: bool
+    boost: float  # what boosts are multiplied by
+    seed: int | None  # of all random numbers; another one each time if None
+    width: (
+        int | None
+    )  # passes in a round at least, if they can be of use; by default rounds grow with the passes so far
+    max_passes: int | None  # stop after these
+    approximate: bool  # unfinished draws then go on among the scored items; else `result` raises CutOffError
 
 
 class Drawing(Rounds):

@@ -87,7 +87,8 @@ class Batch(NamedTuple):
         COLUMNS: tokens [rows, any], drafts of each row from left to right. above [1]: how many of them, in all rows.
     rows_each: logits rows of a request, if all have as many: [requests x rows_each] rows. None: see `slots`.
     positions: [rows], or None; for a CHAIN with tokens. The column of history that a request's first row has in
-        `tokens`, from where it is read: history may be in the host's memory. Others' and what is no column is ignored.
+        `tokens`, too, and is read there: history may be in the host's memory. Other rows', and columns outside
+        begin .. end, are ignored.
     """
 
     slots: Tensor

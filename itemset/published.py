@@ -129,7 +129,10 @@ def rollback(folder: PathLike, version: str | None = None) -> Version:
 
 
 def versions(folder: PathLike) -> list[Version]:
-    """Return the folder's versions, the last current one first. Raises ItemSetError without a sound pointer."""
+    """Return the versions in the folder, the current one first, then by when they were current last.
+
+    Raises ItemSetError if there is no pointer, or if it is damaged.
+    """
     folder = Path(folder)
     if in_pointer := _versions(folder):
         return in_pointer
@@ -142,7 +145,8 @@ def versions(folder: PathLike) -> list[Version]:
 def current(folder: PathLike) -> Version:
     """Return the current version: reads the pointer and looks whether the version's file is there, nothing more.
 
-    Made to be asked every second by many processes, also over a network. A folder may vanish and come back: ask again.
+    Made to be asked every second by many processes, also over a network. It keeps no file open. A folder may vanish
+    and come back: ask again. What is returned differs from the last answer whenever another version became current.
     Raises ItemSetError, which says what to do: a pointer that is missing or damaged, or that names a missing file.
     """
     while True:

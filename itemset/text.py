@@ -185,8 +185,8 @@ def loading(path_or_name: str) -> Iterator[None]:
 def fingerprint(tokenizer: Any, added: Collection[str] = ()) -> str:
     """Return the SHA-256, in hex, of the vocabulary and of the encodings of fixed probe texts.
 
-    added: tokens that the tokenizer got after it was loaded, of which nothing is to depend, nor does it on how it was
-    loaded or wrapped, or pads and truncates. It changes as soon as a token, an id or the way it splits text does.
+    added: tokens that the tokenizer got after it was loaded, which do not count. How it was loaded or wrapped, pads or
+    truncates does not count either; any token, any id and the way it splits text do.
     """
     tokenizer = getattr(tokenizer, "transformers_tokenizer", tokenizer)  # vLLM's class around Mistral's own
     vocabulary = tokenizer.get_vocab()

@@ -254,10 +254,10 @@ class Arena:
         if item_set.base is None:
             _refuse_disorder(item_set)
         else:
-            bases = (n for n, one in self._placed.items() if one.there and one.digest == item_set.base.digest)
-            base = next(reversed([*bases]), None)  # an earlier place may be free again
-            if base is None:
+            bases = [n for n, one in self._placed.items() if one.there and one.digest == item_set.base.digest]
+            if not bases:
                 raise ItemSetError("the arena does not hold the set of which this is a view: acquire that first")
+            base = bases[-1]  # an earlier place may be free again
         row, parts = self._parts(item_set, number, start, base)
         known = vars(item_set.whole)
         levels = item_set.level_plan if "level_plan" in known else item_set

@@ -45,9 +45,8 @@ class DrawingOptions(TypedDict, total=False):
     temperature: float
     boost: float  # what boosts are multiplied by
     seed: int | None  # of all random numbers; another one each time if None
-    width: (
-        int | None
-    )  # passes in a round at least, if they can be of use; by default rounds grow with the passes so far
+    # Passes in a round at least, if they can be of use; by default rounds grow with the passes so far.
+    width: int | None
     max_passes: int | None  # stop after these
     approximate: bool  # unfinished draws then go on among the scored items; else `result` raises CutOffError
 

@@ -46,9 +46,10 @@ class OfLogits(torch.autograd.Function):
     def backward(ctx: Any, of_values: Tensor | None, of_whole: Tensor | None) -> Any:
         logits, cells = ctx.saved_tensors
         flat = logits.reshape(-1, logits.shape[-1])
-        grad = torch.zeros_like(flat)
-        if flat.device.type == "cpu":  # zeros in pages, large ones if the system has them, made where one writes
+        if flat.device.type == "cpu":  # in pages, large ones if the system has them, that are made where one writes
             grad = torch.from_numpy(np.zeros(flat.nbytes, np.uint8)).view(flat.dtype).view(flat.shape)
+        else:
+            grad = torch.zeros_like(flat)
         if of_whole is not None:
             factor = of_whole[:, None] / ctx.temperature
             for own, at in _parts(ctx.legal.places, flat):  # `softmax` is one pass where sub and exp are two

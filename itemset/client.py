@@ -25,12 +25,11 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Item:
-    """An item of a set: its key, None if nobody has said it; its text; in lists and draws its score, which orders them,
-    the model's log-probability, equal to it unless a request steers, and all its keys, of which `key` is the first.
-    version: of a published set, by which the answer was made. attributes: of its key, if the request asked for them
-    (`item_attributes`).
+    """An item of a set. `Item["films"]` is the type of a Pydantic field that holds an item of the set `films`.
 
-    `Item["films"]` is the type of a Pydantic field that holds an item of the set `films`.
+    key: None if nobody has said it. keys: all of its keys, `key` first. score: of lists and draws, which it orders.
+    logprob: the model's, equal to the score unless a request steers. version: of a published set. attributes: of its
+    key, if the request asked for them (`item_attributes`).
     """
 
     key: int | str | None
@@ -52,7 +51,7 @@ Later = Awaitable[list[Item]]
 class Of:
     """Makes `Annotated[Item, Of("films", item_filter={...})]` a Pydantic field: a JSON string that is one of the items.
 
-    item_set: the name of a set, or a list of texts. only: `item_filter`, `exclude_keys`, `only_keys`.
+    only: `item_filter`, `exclude_keys`, `only_keys`.
     """
 
     def __init__(self, item_set: Sets, **only: Any) -> None:
@@ -84,10 +83,9 @@ def rank(client: Any, item_set: Sets, prompt: Prompt, n: int = 10, **options: An
     """Return the n best items of a set by the model's own probabilities, best first, as a beam of 64 finds them, or of
     n if that is more: `list[Item]`. `exact=True` proves that there are no better ones.
 
-    item_set: the name of a registered set, or a list of texts. n: items; fewer if the set has fewer. options: those of
-    a ranked list (`width`, `exact`, `at_most`, `explore`, ...), what chooses among the items (`item_filter`,
-    `exclude_keys`, `only_keys`, `exclude_prompt`), what adds to their scores (`boost`, `boost_keys`), and arguments of
-    the client's call (`model`).
+    n: items; fewer if the set has fewer. options: those of a ranked list (`width`, `exact`, `at_most`, `explore`, ...),
+    what chooses among the items (`item_filter`, `exclude_keys`, `only_keys`, `exclude_prompt`), what adds to their
+    scores (`boost`, `boost_keys`), and arguments of the client's call (`model`).
     """
     words = _named(item_set) | {"use_beam_search": True, "n": n}
     return _asked(client, prompt, words, options, _items)
@@ -140,10 +138,7 @@ def fill(client: Any, model: type[Model], prompt: Prompt, **options: Any) -> Any
 
 
 def read(model: type[Model], choice: Any) -> Model:
-    """Return the instance that a choice of the client's answer holds, its items with the keys that the answer says.
-
-    Raises pydantic.ValidationError if a limit has cut the answer.
-    """
+    """Return the instance that a choice holds, items with keys. Raises pydantic.ValidationError if it was cut off."""
     text = choice.text if hasattr(choice, "text") else choice.message.content
     try:
         value = json.loads(text)

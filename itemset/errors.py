@@ -33,13 +33,10 @@ class Faults:
             raise ItemSetError(before + "; ".join(self._first))
 
 
-def shown(value: Any, limit: int = 60) -> str:
-    """Return what a message repeats of a client's value: the beginning of a string or number, the kind of all else.
-
-    The work does not grow with the value's size or depth.
-    """
+def shown(value: Any) -> str:
+    """Return what a message repeats of a value, in constant time: a string's or number's beginning, else its kind."""
     if isinstance(value, str):
-        return repr(value) if len(value) <= limit else f"{value[:limit]!r}..."
-    if value is None or isinstance(value, bool | float) or (isinstance(value, int) and abs(value) < 10**limit):
+        return repr(value) if len(value) <= 60 else f"{value[:60]!r}..."
+    if value is None or isinstance(value, bool | float) or (isinstance(value, int) and abs(value) < 10**60):
         return repr(value)
     return {list: "a list", dict: "an object", int: "a number of many digits"}.get(type(value), type(value).__name__)

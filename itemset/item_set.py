@@ -15,7 +15,6 @@ from itemset.text import Escape, Lossy, TokenizerId, encode, encode_pieces, fing
 from itemset.trie import attributes as attribute_columns
 from itemset.trie import file as index_file
 from itemset.trie import numbering, potential, walk
-from itemset.trie.file import Header
 from itemset.trie.keys import KeyList, Keys, as_keys, in_item_order
 from itemset.trie.levels import LevelPlan, ready_masks
 from itemset.trie.rows import MAX_ITEMS, MAX_TOKEN_ID, Distinct, Rows, as_rows, sort_unique
@@ -56,8 +55,7 @@ class ItemSet:
         """Items of the input that equal an earlier one."""
         self._origin = origin
         self.vocab_size, self.tokenizer, self.prefix, self.escape = origin
-        """`prefix`: text before every item, as given to `build_text`. `escape`: how the items stand inside a longer
-        text, as given to it; None if they are whole texts."""
+        """`prefix`, `escape`: as given to `build_text`."""
         self.temperature = 1.0  # of draws, above 1: see `select.views.tempered`
         self._same_tokenizer: Any = None  # the one that was found to be the set's own
 
@@ -89,8 +87,7 @@ class ItemSet:
 
     @functools.cached_property
     def attributes(self) -> pa.Table:
-        """Return the attributes, a row for each of `keys`; texts may be dictionary-encoded. No columns if there are
-        none.
+        """Attributes, a row for each of `keys`, without columns if there are none. Texts may be dictionary-encoded.
 
         The first time, all of them are read and checked: raises ItemSetError if they are damaged.
         """
@@ -146,9 +143,9 @@ class ItemSet:
         return [int(token) for token in given[first < after]]
 
     def children(self, prefix_tokens: Sequence[int] = ()) -> tuple[NDArray[Any], bool]:
-        """Return the tokens that may follow `prefix_tokens`, ascending, and whether an item ends there.
+        """Return the tokens that may follow a prefix, ascending, and whether an item ends there.
 
-        Raises ItemSetError (a ValueError) if no item starts with `prefix_tokens`.
+        Raises ItemSetError (a ValueError) if no item starts with it.
         """
         state = 0
         if np.ndim(prefix_tokens) != 1:
@@ -167,10 +164,7 @@ class ItemSet:
         return self._keys.first(self._numbered(items))
 
     def keys_of(self, items: Any) -> list[list[int | str]]:
-        """Return all keys of each item, in the order in which they were given to `build`.
-
-        items: as for `build`. Raises ItemSetError for the first that is no item of the set.
-        """
+        """Return all keys of each item, in the order in which they were given to `build`. items: as for `lookup`."""
         return self._keys.every(self._numbered(items))
 
     @property
@@ -181,8 +175,7 @@ class ItemSet:
     def attributes_of(self, items: Any, names: Sequence[str]) -> list[list[dict[str, Any]]]:
         """Return of each item the attributes of each of its keys, in the order of `keys_of`, as JSON has them.
 
-        items: as for `build`. names: of attributes; those that the set has not are omitted. Raises ItemSetError for the
-        first that is no item of the set.
+        items: as for `lookup`. names: of attributes; those that the set has not are omitted.
         """
         places, counts = self._keys.places_at(self._numbered(items))
         of, at = self.whole.rows_of or (self, None)
@@ -206,12 +199,11 @@ class ItemSet:
         return potential.heights(self.trie.tables) if self.base is None else self.base.heights
 
     def boosts_of(self, items: Any) -> NDArray[np.float64]:
-        """Return the boost of each item [N], 0 without one. items: as for `build`. Raises as `keys_of` does."""
-        tables, whole = self.trie.tables, self.whole.trie.tables
-        return potential.boosts_of(tables, whole, self._numbered(items))
+        """Return the boost of each item [N], 0 without one. items: as for `lookup`."""
+        return potential.boosts_of(self.trie.tables, self.whole.trie.tables, self._numbered(items))
 
     def _numbered(self, items: Any) -> NDArray[np.int64]:
-        """Return the number of each item. Raises ItemSetError for the first that is no item of the set."""
+        """Return the number of each item. items: as for `lookup`."""
         items = items if hasattr(items, "__len__") else list(items)
         if not len(items):
             return np.zeros(0, np.int64)
@@ -224,10 +216,7 @@ class ItemSet:
         return numbers
 
     def find(self, tokens: Sequence[int]) -> tuple[int | str, bool] | None:
-        """Return the first key of the item with these tokens and whether it is a prefix of another; None if it is none.
-
-        tokens: of one item, each 0 or more.
-        """
+        """Return the first key of the item of these tokens, and whether it begins another item; None if it is none."""
         number = int(self._numbers_of(as_rows([tokens]))[0])
         if number < 0:
             return None
@@ -236,10 +225,9 @@ class ItemSet:
         return key if isinstance(key, str) else int(key), number >= len(tables.labels) - (len(tables.row_offsets) - 2)
 
     def lookup_text(self, texts: Sequence[str], tokenizer: Any) -> NDArray[np.int64] | list[str]:
-        """Return the first key of each text's item. Texts are encoded as in `build_text`, after the prefix.
+        """Return the first key of each text's item. Texts are encoded as in `build_text`, by the set's own tokenizer.
 
-        tokenizer: the one that the set was built with. Raises ItemSetError: another tokenizer, a text that cannot be
-        encoded (see `text.encode`), or the first that is no item of the set.
+        Raises ItemSetError: another tokenizer, a text that `text.encode` refuses, or the first that is no item.
         """
         rows = self._encode(texts, tokenizer)
         numbers = self._numbers_of(rows)
@@ -312,10 +300,9 @@ class ItemSet:
 
         It is byte for byte the set that `build` makes of the items that stay, in their order, and then the new ones.
         add: items as for `build`; with `tokenizer`, which must be the set's own, texts as for `build_text`.
-        keys, attributes: of the new items, as for `build`. Keys go on from the highest integer by default. A new key
-        must not be in the set, unless it is in `remove`, too. Attributes have the names and types of the set's.
-        remove: keys of the set. Those that are not there are an error unless `missing_ok`.
-        Raises ItemSetError as `build`, and for what is said above.
+        keys, attributes: of the new items, as for `build`; by default keys go on from the highest integer.
+        Raises ItemSetError as `build`, for attributes of other names or types than the set's, for a new key that is in
+        the set and not in `remove`, and unless `missing_ok` for a key of `remove` that is not there.
         """
         if self.base is not None:
             raise ItemSetError("a view cannot be updated: update its set, and make the view again")
@@ -361,9 +348,9 @@ class ItemSet:
         attributes = {} if self._attributes is None else {"attributes": self._attributes}
         return self.trie.tables.sections | self._keys.to_sections() | attributes
 
-    def _header(self) -> Header:
+    def _header(self) -> index_file.Header:
         trie = self.trie
-        return Header(
+        return index_file.Header(
             trie.items, self.duplicates, trie.shortest, trie.longest, trie.level_nodes, trie.level_edges,
             trie.tail_tokens, trie.tables.token_bits, *self._origin, self.digest,
         )  # fmt: skip
@@ -418,9 +405,8 @@ def build_text(
 ) -> ItemSet:  # fmt: skip
     """Build the set of these texts, each as the one token sequence that `tokenizer` gives for `prefix` and the text.
 
-    tokenizer: the model's own Hugging Face tokenizer. attributes: as for `build`.
-    escape: "json" for items inside JSON strings, "text" inside other texts; see `text.encode`.
-    Raises ItemSetError as `build` and `text.encode` do.
+    tokenizer: the model's own. keys, attributes: as for `build`. escape: "json" for items inside JSON strings, "text"
+    inside other texts. Raises ItemSetError as `build` and `text.encode` do.
     """
     lossy = Lossy()
     rows = Rows(*encode(texts, tokenizer, prefix=prefix, escape=escape, lossy=lossy))

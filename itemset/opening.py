@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from itemset.errors import AGAIN, ItemSetError
 from itemset.item_set import ItemSet, Origin
 from itemset.trie import file as index_file
-from itemset.trie.file import Header
 from itemset.trie.keys import Keys
 from itemset.trie.tables import NONE, SECTIONS, Tables, Trie
 from itemset.trie.targets import far_block_of
@@ -23,9 +22,8 @@ def load(path: str | os.PathLike[str], *, check: bool = True) -> ItemSet:
 
     check: compare every section with its checksum first, which reads the file once. Without it opening takes
     milliseconds at any size; a damaged file may then answer wrongly, but no walk reads outside the tables.
-    The set reads from the file for as long as it lives. You may replace the file, as `save`, `itemset build` and `mv`
-    do, or delete it. Do not change it in place, as `cp` over it does: answers would change with it, and if the file
-    gets shorter the system ends the process (SIGBUS).
+    The set reads from the file while it lives. You may replace the file, as `save` and `mv` do, or delete it. Do not
+    change it in place, as `cp` does: answers would change, and if it gets shorter the system ends the process (SIGBUS).
     """
     return from_index(*index_file.read(path), name=str(path), check=check)
 
@@ -40,9 +38,8 @@ def verify(
 ) -> ItemSet:
     """Read the whole file and check it: checksums, digest, attributes, and the tables to the end of every item.
 
-    It is mapped once. Two other threads read it, for the checksums and for the digest, while this one walks the tables.
-    name: for errors; its path by default. progress: called by all three with the bytes that it has read, and how many
-    they read together. Raises ItemSetError at the first fault.
+    Two other threads read it for the checksums and the digest. name: for errors; its path by default. progress: called
+    by all three with the bytes that it has read, and how many all read. Raises ItemSetError at the first fault.
     """
     name = name or str(path)
     header, arrays = index_file.read(path, name)
@@ -71,7 +68,7 @@ def verify(
     return item_set
 
 
-def from_index(header: Header, arrays: dict[str, NDArray[Any]], *, name: str, check: bool) -> ItemSet:
+def from_index(header: index_file.Header, arrays: dict[str, NDArray[Any]], *, name: str, check: bool) -> ItemSet:
     """Return the set over what `index_file` has read. Raises ItemSetError as `load` does."""
     if check:
         index_file.check(header, arrays, name)

@@ -78,8 +78,7 @@ def publish(
     The file is copied and may be changed afterwards. If the folder has this version already, nothing is copied; if it
     is current, nothing changes. keep: versions that stay, the latest ones, KEEP_MOST at most; the current one and its
     predecessor always do. Waits while another process publishes there. progress: as of `itemset.verify`, of the copy.
-    Raises ItemSetError: a bad index file (as `itemset.verify`), a damaged pointer, or a folder that cannot be written.
-    Then the pointer is what it was.
+    Raises ItemSetError, and moves no pointer: a bad index (as `itemset.verify`), a damaged pointer, a read-only folder.
     """
     folder = Path(folder)
     if keep < 1:
@@ -98,8 +97,14 @@ def publish(
         after = after[: min(max(keep, 2), KEEP_MOST)]
         if after != before:
             _point(folder, after)
-        if before:  # else the pointer may have been lost, and its versions not
-            _delete_others(folder, {version.path.name for version in after})
+        kept = {version.path.name for version in after}
+        for path in folder.iterdir() if before else ():  # else the pointer may have been lost, and its versions not
+            if _FILE.fullmatch(path.name) and path.name not in kept:  # an older one, or one of a killed publisher
+                try:
+                    path.unlink(missing_ok=True)
+                except OSError as error:  # the new version is published all the same
+                    text = f"{path} is no longer needed and cannot be deleted: {error.strerror}"
+                    warnings.warn(text, ItemSetWarning, stacklevel=2)
     return after[0]
 
 
@@ -165,8 +170,8 @@ def file_of(folder: PathLike, version: str) -> Path:
 def sets_in(folder: PathLike) -> set[str]:
     """Return the names of the folders in this one that are published sets. Raises ItemSetError if it cannot be read.
 
-    A folder that cannot be looked into counts, for it may have been one. One whose name no request could carry, with a
-    colon or with characters that cannot be printed, does not.
+    One that cannot be looked into counts; one with a colon or unprintable characters in its name, which no request can
+    carry, does not.
     """
     names = set()
     try:
@@ -184,8 +189,7 @@ def sets_in(folder: PathLike) -> set[str]:
 def load_current(folder: PathLike) -> tuple[Version, ItemSet]:
     """Open the current version by memory map, or the next one if publishers delete it meanwhile.
 
-    The map outlives the file on a local disk. Over a network it does not (SIGBUS): copy the file first, as servers do.
-    Raises ItemSetError as `current` and `itemset.load` do.
+    The map outlives the file on a local disk, not over a network (SIGBUS): copy the file first. Raises as these do.
     """
     while True:
         version = current(folder)
@@ -276,17 +280,6 @@ def _point(folder: Path, after: Sequence[Version]) -> None:
         temporary.replace(folder / POINTER)
     os.close(descriptor)
     _sync(folder)
-
-
-def _delete_others(folder: Path, kept: set[str]) -> None:
-    """Delete the versions that the pointer does not name: older ones, and what publishers left that were killed."""
-    for path in folder.iterdir():
-        if _FILE.fullmatch(path.name) and path.name not in kept:
-            try:
-                path.unlink(missing_ok=True)
-            except OSError as error:  # the new version is published all the same
-                text = f"{path} is no longer needed and cannot be deleted: {error.strerror}"
-                warnings.warn(text, ItemSetWarning, stacklevel=3)
 
 
 def _sync(folder: Path) -> None:

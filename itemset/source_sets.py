@@ -1,8 +1,7 @@
 """Item sets from files of items, in place of index files: built as a server starts, and opened from a cache after that.
 
 A source is a file that `itemset build` reads, with its options after a `?` (`films.csv?column=title&key=movie_id`), or
-a table or a list in memory. Its index lies in a folder beside the private copies, under a hash of all that it is made
-of: the next start finds it there.
+a table or a list in memory. Its index lies beside the private copies, named by a hash of all that it is made of.
 """
 
 import functools
@@ -30,7 +29,7 @@ from itemset.cli import parse
 from itemset.errors import ItemSetError
 from itemset.published import POINTER
 from itemset.serving.private_copies import folder_of
-from itemset.storage import SourceFile, file_at, is_uri, locked
+from itemset.storage import file_at, is_uri, locked
 from itemset.text import decode, fingerprint
 from itemset.trie.attributes import kind_of
 from itemset.trie.file import FORMAT, MAGIC
@@ -87,8 +86,10 @@ def _index_of(name: str, source: Any, tokenizer: Callable[[], Any], cache: str |
 
 def _table(name: str, given: Any) -> pa.Table:
     try:
-        if isinstance(given, Mapping) and not any(map(is_known, map(str, given))) and _by_key(given):
-            return pa.Table.from_pylist(rows_of(given, f"the item set {name!r}"))
+        if isinstance(given, Mapping) and not any(map(is_known, map(str, given))):  # else it is one of columns
+            numbers = all(isinstance(key, int) or str(key).isdecimal() for key in given)
+            if numbers or all(isinstance(one, str) for one in given.values()):
+                return pa.Table.from_pylist(rows_of(given, f"the item set {name!r}"))
         if hasattr(given, "columns") or isinstance(given, Mapping):
             return pa.table(given)
         if not isinstance(given, pa.Array | pa.ChunkedArray):
@@ -99,12 +100,6 @@ def _table(name: str, given: Any) -> pa.Table:
             f"the item set {name!r} must be a file, a table (pandas, polars, pyarrow) or a list of texts or token-id "
             f"lists, not {type(given).__name__}: {error}"
         ) from error
-
-
-def _by_key(given: Mapping[Any, Any]) -> bool:
-    """Return whether an object has an item for each key, and is none of columns."""
-    numbers = all(isinstance(key, int) or str(key).isdecimal() for key in given)
-    return numbers or all(isinstance(one, str) for one in given.values())
 
 
 def _parsed(name: str, given: str) -> tuple[str, dict[str, list[str]]] | None:
@@ -148,8 +143,14 @@ def _built(name: str, path: str, words: dict[str, list[str]], tokenizer: Callabl
     if names:
         _choose(name, path, names, chosen)
     digest = hashlib.sha256(repr([FORMAT, RULES, sorted(chosen.items()), fingerprint(tokenizer()), names]).encode())
+    kind = format_of(files[0])  # and of all others
     for file in files:
-        digest.update(_content(file))
+        if file.system is not None and file.changed is not None:  # elsewhere, and its system says when it was changed
+            digest.update(repr((file.name, file.size, file.changed)).encode())
+            continue
+        with file.open() as stream:
+            content = hashlib.file_digest(cast(Any, stream), lambda: hashlib.sha256(kind.encode()))
+        digest.update(content.digest())
     index = folder / f"{digest.hexdigest()[:32]}.itemset"
     given = [f"--{option}={value}" for option, values in chosen.items() for value in values if option not in _FLAGS]
     given += [f"--{option.replace('_', '-')}" for option in _FLAGS if option in chosen]
@@ -199,14 +200,6 @@ def _choose(name: str, path: str, names: list[str], chosen: dict[str, list[str]]
         key = key_column([one for one in free if one not in chosen["column"]], about, path)
         if key is not None:
             chosen["key"] = [key]
-
-
-def _content(file: SourceFile) -> bytes:
-    """Return a hash of what is in a file; of one that is elsewhere, what its system says of it, if it says when."""
-    if file.system is not None and file.changed is not None:
-        return repr((file.name, file.size, file.changed)).encode()
-    with file.open() as stream:
-        return hashlib.file_digest(cast(Any, stream), lambda: hashlib.sha256(format_of(file).encode())).digest()
 
 
 def say(line: str) -> None:

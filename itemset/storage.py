@@ -1,8 +1,7 @@
 """Files on this machine, or under a URI in an object store, on a web server or on a model hub.
 
 URIs are read through fsspec: pyarrow serves s3:// and gs://, fsspec itself all others (hf://, https://, abfs://, ...),
-each with the credentials that it finds by itself: environment variables, its configuration files, the machine's role.
-Files of this machine are read by `pathlib`: fsspec does not follow links when it lists a folder, and rounds times.
+each with the credentials that it finds. Here `pathlib` reads: fsspec follows no links in a folder, and rounds times.
 """
 
 import fcntl
@@ -75,9 +74,8 @@ def file_at(path: PathLike) -> SourceFile:
 def files_at(path: PathLike) -> list[SourceFile]:
     """Return the file that stands there, or those of a folder or a glob, in the order of their names.
 
-    A folder's files include those in folders below it. Names that begin with "_" or "." are omitted: clusters write
-    notes of their own beside the parts of a table. A glob has its `*` in the last part of the path.
-    Raises ItemSetError: nothing is there, or it cannot be reached.
+    A folder's files include those in folders below it, but for names that begin with "_" or ".": notes of clusters. A
+    glob has its `*` in the last part of the path. Raises ItemSetError: nothing is there, or it cannot be reached.
     """
     name = str(path)
     above, slash, last = name.rpartition("/")
@@ -118,10 +116,7 @@ def fetched(path: PathLike) -> BinaryIO:
 
 @contextmanager
 def locked(path: PathLike, how: int = fcntl.LOCK_EX, mode: int = 0o666) -> Iterator[None]:
-    """Lock a file of this machine, made if it is missing. The lock ends with the process, however that ends.
-
-    how: as of `fcntl.flock`. Raises OSError as that does.
-    """
+    """Lock a file, made if missing, for the block or until the process ends. how, and OSErrors: of `fcntl.flock`."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, mode)
         try:

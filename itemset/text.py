@@ -58,9 +58,8 @@ def encode(
         middle of one, without the mark of a word's start that some tokenizers put before a whole text. "json" also
         escapes both as in a JSON string, but for characters that are not ASCII; "text" escapes nothing.
     before: number of items before these, if they are a part of many: errors count from the first of all.
-    name: what errors call an item, with {} for its position.
+    name: what errors call an item, with {} for its position. lossy: takes the texts that their tokens do not give back.
     faults: takes what is wrong with texts, which are omitted then; without it, all of that is raised at once.
-    lossy: takes the texts that their tokens do not give back.
     Returns tokens [T], int32, and offsets [N + 1], int64: text i is ``tokens[offsets[i]:offsets[i + 1]]``.
     Raises ItemSetError, naming items by their position from 0: not a string, empty, no token, a lone surrogate or
     whatever else the tokenizer refuses, the tokenizer's unknown or end-of-sequence token; with `escape`, if what
@@ -144,10 +143,7 @@ def escaped(text: str, escape: Escape | None) -> str:
 
 
 def continues(tokenizer: Any) -> bool:
-    """Return whether the tokenizer encodes a text at the beginning as in the middle of a longer one.
-
-    SentencePiece and its like put the mark of a word's start before a whole text.
-    """
+    """Return whether a text encodes alike at the beginning and in the middle: SentencePiece marks a word's start."""
     carrier, *texts = _token_ids([_CARRIER, *_CARRIED], tokenizer)
     after = _token_ids([_CARRIER + text for text in _CARRIED], tokenizer)
     return after == [carrier + text for text in texts]
@@ -189,9 +185,8 @@ def loading(path_or_name: str) -> Iterator[None]:
 def fingerprint(tokenizer: Any, added: Collection[str] = ()) -> str:
     """Return the SHA-256, in hex, of the vocabulary and of the encodings of fixed probe texts.
 
-    added: tokens that the tokenizer got after it was loaded, of which nothing is to depend.
-    It does not depend on how the tokenizer was loaded or wrapped, nor on its settings for padding and truncation. It
-    changes as soon as a token, an id or the way it splits text does.
+    added: tokens that the tokenizer got after it was loaded, which do not count. How it was loaded or wrapped, pads or
+    truncates does not count either; any token, any id and the way it splits text do.
     """
     tokenizer = getattr(tokenizer, "transformers_tokenizer", tokenizer)  # vLLM's class around Mistral's own
     vocabulary = tokenizer.get_vocab()
@@ -228,10 +223,7 @@ _WRAPPED = ("__call__", "_call_one", "batch_encode_plus", "_encode_plus", "_batc
 
 
 def _compiled(tokenizer: Any) -> Any:
-    """Return the compiled tokenizer around which a Hugging Face one does nothing of its own; None if it does.
-
-    Calls through the wrapper take nearly twice as long.
-    """
+    """Return the compiled tokenizer, nearly twice as fast, of a wrapper that does nothing of its own; else None."""
     kind = type(tokenizer)
     base = next((one for one in kind.__mro__[::-1] if one.__name__ in _WRAPPERS), None)
     if base is None or any(getattr(kind, name, None) is not getattr(base, name, None) for name in _WRAPPED):

@@ -1,7 +1,6 @@
 """The best items of a set by beam search, for those who own their decode loop.
 
-What STATIC's Algorithms 1 and 2 do (arXiv 2602.22647, section 4), for items of any lengths, without a mask, by the
-beams of ranked lists (`ranking.beams`).
+STATIC's Algorithms 1 and 2 (arXiv 2602.22647, section 4) for items of any lengths, without a mask, by `ranking.beams`.
 """
 
 from collections.abc import Callable
@@ -39,10 +38,9 @@ def beam_search(
 
     logits_fn: takes the tokens so far, [batch, width, t] int64, and the beam of the step before that each of them
     continues, [batch, width] int64 (to reorder cached keys and values by); returns logits [batch, width, vocabulary] of
-    any floating dtype, on the arena's device. In the first step only each row's first beam is read. Rows that hold no
-    beam hold any tokens; their logits are not used. longest: `ItemSet.longest`, the most steps that are taken (one more
-    with end_token). Longer items are not found, nor are items with tokens outside the vocabulary. end_token: if given,
-    the end of an item is a token of the model's too, and counts in the score.
+    any floating dtype, on the arena's device. Logits of rows without a beam, at first of all but each row's first, are
+    not used. longest: `ItemSet.longest`, the most steps that are taken (one more with end_token). Longer items are not
+    found, nor those with tokens outside the vocabulary. end_token: if given, the end of an item counts in the score.
 
     Raises ValueError if batch, width or longest is less than 1, KeyError if the arena has no such set.
     """

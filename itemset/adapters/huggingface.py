@@ -1,7 +1,4 @@
-"""Hugging Face's `generate()` inside an item set: a logits processor in place of `prefix_allowed_tokens_fn`.
-
-And the one pass of a model after which a draft head needs no other.
-"""
+"""Hugging Face's `generate()` inside an item set, in place of `prefix_allowed_tokens_fn`; the pass of draft heads."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -26,10 +23,9 @@ class ItemSetLogitsProcessor(LogitsProcessor):
         processor = ItemSetLogitsProcessor(films, prompt_length=ids.shape[1], stop_tokens=tokenizer.eos_token_id)
         model.generate(ids, logits_processor=[processor], num_beams=10, num_return_sequences=10, max_new_tokens=40)
 
-    The answers are those of `prefix_allowed_tokens_fn` with a function that returns the children of what has been
-    generated, the stop tokens too if an item may end there, and the stop tokens alone after an item. If the set has
-    fewer items than beams, surplus beams score -inf, and `generate()` returns them all the same: `items` leaves them
-    out. No state is kept between two steps, so beams may change places.
+    The answers are those of a `prefix_allowed_tokens_fn` that returns the children of what has been generated, and the
+    stop tokens if an item may end there. If the set has fewer items than beams, surplus beams score -inf, and
+    `generate()` returns them all the same: `items` omits them. No state is kept between steps: beams may change places.
 
     On a CPU the walk is compiled; on an accelerator it is a kernel, and after the first step nothing is waited for.
     """
@@ -82,8 +78,7 @@ class ItemSetLogitsProcessor(LogitsProcessor):
         return masked.to(scores.device)
 
     def items(self, rows: Tensor, *, each: int = 1) -> list[list[list[int]]]:
-        """Return the distinct items of each prompt in what `generate()` has returned, in its order, without surplus
-        beams. each: rows of a prompt, `num_return_sequences`."""
+        """Return each prompt's distinct items in what `generate()` has returned. each: its `num_return_sequences`."""
         found: list[list[list[int]]] = []
         begins = [self._begin] if isinstance(self._begin, int) else list(self._begin)
         for first in range(0, len(rows), each):

@@ -166,8 +166,6 @@ def _has_header(source: SourceFile, rows: list[list[str]], wanted: Sequence[str]
     columns = [[row[i] for row in below if len(row) == len(first)] for i in range(len(first))]
     if any(name and (_VALUE.fullmatch(name) or name in column) for name, column in zip(first, columns, strict=True)):
         return False
-    if len(first) > 1 and any(is_known(name, as_whole=False) for name in first):
-        return True
     if len(first) > 1 or not below or all(map(_VALUE.fullmatch, columns[0])):
         return True
     raise ItemSetError(

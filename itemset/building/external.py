@@ -64,13 +64,12 @@ def build_external(
 ) -> ItemSet:  # fmt: skip
     """Build the set of a file's items, byte for byte the one that `sources.read` and `build` or `build_text` make.
 
-    path; column, key, attributes, dialect: as for `sources.read`. tokenizer, prefix, escape, vocab_size: as for `build`
-    (token ids) and `build_text` (texts). keep_text: take the texts for keys, as they are given.
+    source: column, key, attributes, dialect, tokenizer, prefix, escape, vocab_size, as these take them; keep_text: take
+    the texts for keys, as they are given.
     before: the set of an earlier file, whose attributes, prefix, escape and vocab_size are taken if none are given.
     memory: bytes that sorting may take (at least 750 MB are used), and then as much of the tables and of one integer an
     item; by default half of what is available. What is more, of about 16 bytes an item, is in files.
-    folder: for temporary files, on a disk with room for some three times the tokens, keys and attributes; by default a
-    new one in the system's temporary one.
+    folder: for temporary files, with room for some three times the tokens, keys and attributes; by default a new one.
     progress: called with a stage ("reading" or, for texts, "encoding"; "sorting", "merging", "building") and the share
     of it that is done.
     Raises ItemSetError as those functions do, if the disk is full, and if the set before had another tokenizer, or keys
@@ -85,11 +84,20 @@ def build_external(
     try:
         with temporary as scratch:
             stored = _store(path, partial(sources.batches, path, **named), encoding, scratch, progress)
-            return _built(stored, encoding, memory, scratch, progress)
+            distinct, values = _sorted(stored, memory, scratch, progress)
+            stored.check_unchanged()
+            progress("building", 0.0)
+            trie, members = build_trie(distinct.rows, distinct.lcp, Zeros(scratch, memory))
+            starts = distinct.starts
+            del distinct  # the files of its rows are as large as the index
+            keys, section = _gather(stored, values, starts, members, scratch, progress)
     except OSError as error:
         where = folder or tempfile.gettempdir()
         mend = ": give more disk" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
         raise ItemSetError(f"{path} cannot be sorted in {where}: {error.strerror or error}{mend}") from error
+    made_with = None if encoding.tokenizer is None else identify(encoding.tokenizer)
+    origin = Origin(encoding.limit, made_with, encoding.prefix, encoding.escape)
+    return ItemSet(trie, keys, origin, duplicates=stored.items - trie.items, attributes=section)
 
 
 def _as_before(before: ItemSet, path: object, how: dict[str, Any]) -> dict[str, Any]:
@@ -109,38 +117,7 @@ def _as_before(before: ItemSet, path: object, how: dict[str, Any]) -> dict[str, 
     return {**how, **missing}
 
 
-def _built(stored: Stored, encoding: Encoding, memory: int, folder: Path, progress: Progress) -> ItemSet:
-    distinct, values = _sorted(stored, memory, folder, progress)
-    stored.check_unchanged()
-    progress("building", 0.0)
-    trie, members = build_trie(distinct.rows, distinct.lcp, Zeros(folder, memory))
-    starts = distinct.starts
-    del distinct  # the files of its rows are as large as the index
-    keys, section = _gather(stored, values, starts, members, folder, progress)
-    made_with = None if encoding.tokenizer is None else identify(encoding.tokenizer)
-    origin = Origin(stored.vocab_size, made_with, encoding.prefix, encoding.escape)
-    return ItemSet(trie, keys, origin, duplicates=stored.items - trie.items, attributes=section)
-
-
 _Sorted = tuple[Distinct, list[pa.Array]]  # the distinct rows, without their order, and the values of all; in files
-
-
-def _interruptible(work: Callable[[], _Sorted], connection: Any) -> _Sorted:
-    """Return the result of `work`, done in a thread of its own.
-
-    Ctrl-C reaches only the main thread. DuckDB, and code that DuckDB calls, would take it for a failure of their own.
-    """
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(int).result()  # Ctrl-C while a thread starts leaves it out of those that the pool waits for
-        future = pool.submit(work)
-        try:
-            return future.result()
-        except KeyboardInterrupt:
-            while not future.done():
-                with suppress(Exception):  # the connection may be busy; then try again
-                    connection.interrupt()
-                wait([future], 0.1)
-            raise
 
 
 def _store(
@@ -171,12 +148,22 @@ def _store(
 
 
 def _sorted(stored: Stored, memory: int, folder: Path, progress: Progress) -> _Sorted:
+    """Sort in a thread of its own: Ctrl-C, which reaches the main thread alone, would look like a failure to DuckDB."""
     import duckdb  # which other commands need not wait for
 
     config = {"memory_limit": f"{max(memory - _OVERHEAD, MIN_MEMORY) >> 20}MiB", "temp_directory": str(folder)}
     try:
-        with duckdb.connect(config=config) as connection:
-            return _interruptible(lambda: _merge(stored, _sort(stored, connection, progress), folder), connection)
+        with duckdb.connect(config=config) as connection, ThreadPoolExecutor(1) as pool:
+            pool.submit(int).result()  # Ctrl-C while a thread starts leaves it out of those that the pool waits for
+            future = pool.submit(lambda: _merge(stored, _sort(stored, connection, progress), folder))
+            try:
+                return future.result()
+            except KeyboardInterrupt:
+                while not future.done():
+                    with suppress(Exception):  # the connection may be busy; then try again
+                        connection.interrupt()
+                    wait([future], 0.1)
+                raise
     except duckdb.Error as error:
         stored.check_unchanged()
         reason = str(error).partition("\n")[0]

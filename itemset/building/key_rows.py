@@ -52,22 +52,12 @@ def changes(before: ItemSet, after: ItemSet, *, by_key: bool = True, folder: Pat
             values[-1] = f"CAST(v{i} AS VARCHAR) v{i}"
     if before.keys.type != after.keys.type and by_key:
         notes.append(f"keys are {kind_of(after.keys.type)}s and were {kind_of(before.keys.type)}s")
-    return Changes(*_counted(of_both, values, folder), tuple(sorted(notes)))
-
-
-def _rows(s: ItemSet, numbers: NDArray[np.int64], by_key: bool) -> pa.Table:
-    """Return each key with its item's number."""
-    items = numbers if s.key_starts is None else np.repeat(numbers, np.diff(s.key_starts))
-    return pa.table({"key": s.keys if by_key else items, "item": items})
-
-
-def _counted(of_both: list[pa.Table], values: list[str], folder: PathLike | None) -> tuple[int, int, int, int]:
-    key = "key" if of_both[0]["key"].type == of_both[1]["key"].type else "CAST(key AS VARCHAR) AS key"
+    key = "key" if before.keys.type == after.keys.type or not by_key else "CAST(key AS VARCHAR) AS key"
     chosen = ", ".join([key, "item", *values])
     with _connection(folder) as connection:
         for name, rows in zip(("before", "after"), of_both, strict=True):
             connection.register(f"rows_{name}", rows)
-        (counts,) = connection.execute(f"""
+        ((gone, new, changed, same),) = connection.execute(f"""
             WITH given AS (SELECT {chosen}, -1 side FROM rows_before UNION ALL SELECT {chosen}, 1 side FROM rows_after),
             summed AS (SELECT * EXCLUDE (side), sum(side) <> 0 s, max(side) > 0 now, min(side) < 0 was
                        FROM given GROUP BY ALL),
@@ -75,7 +65,13 @@ def _counted(of_both: list[pa.Table], values: list[str], folder: PathLike | None
             SELECT count_if(NOT now), count_if(NOT was), count_if(now AND was AND other), count_if(NOT other)
             FROM by_key
         """).fetchall()
-    return tuple(counts)
+    return Changes(gone, new, changed, same, tuple(sorted(notes)))
+
+
+def _rows(s: ItemSet, numbers: NDArray[np.int64], by_key: bool) -> pa.Table:
+    """Return each key with its item's number."""
+    items = numbers if s.key_starts is None else np.repeat(numbers, np.diff(s.key_starts))
+    return pa.table({"key": s.keys if by_key else items, "item": items})
 
 
 def _connection(folder: PathLike | None) -> Any:

@@ -26,19 +26,17 @@ def words_of(name: str) -> list[str]:
     return [*words[:-1], joint, "id"] if joint in _OWN | _FOREIGN else words  # productid
 
 
-def is_known(name: str, *, as_whole: bool = True) -> bool:
-    """Return whether a name is one that columns have, else, without `as_whole`, whether it ends as one (`Film ID`)."""
+def is_known(name: str) -> bool:
+    """Return whether a name is one that columns have (`title`) or, without a space in it, ends as one (`film_id`)."""
     words = words_of(name)
-    known = {*_ITEMS, *_LAST_ITEMS, *_KEYS}
-    ends = words[-1:] if not as_whole or (len(words) > 1 and " " not in name) else ["_".join(words)]
-    return any(word in known or word.removesuffix("s") in known for word in ends)
+    end = words[-1] if len(words) > 1 and " " not in name else "_".join(words)
+    return not {end, end.removesuffix("s")}.isdisjoint((*_ITEMS, *_LAST_ITEMS, *_KEYS))
 
 
 def item_column(names: Sequence[str]) -> str | None:
     """Return the column of the items, None if the names do not say.
 
-    It is called as one (`title`), else the only one whose name ends so (`film_title`), else the only one that is no
-    key's, or the only one.
+    It is called as one (`title`), else is the only one whose name ends so (`film_title`), or that has no keys.
     """
     called = {name: "_".join(words_of(name)) for name in names}
     for word in (*_ITEMS, *_LAST_ITEMS):

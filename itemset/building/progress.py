@@ -1,5 +1,4 @@
-"""One progress bar for each long command, on a terminal: what is done, how fast, and the time left. A build says so in
-lines elsewhere, for instance in a server's log."""
+"""Progress bars of long commands on a terminal. Elsewhere, as in a server's log, a build prints lines instead."""
 
 import sys
 import time
@@ -13,10 +12,7 @@ EVERY = 10.0  # seconds between a build's lines
 
 @contextmanager
 def build_bar() -> Iterator[Callable[[str, float], None]]:
-    """Show a bar on stderr for each stage, or lines if it is no terminal. Yields `build_external`'s `progress`.
-
-    Call it with "writing", too, while the index file is written.
-    """
+    """Show a bar, else lines, on stderr. Yields `build_external`'s `progress`, which takes the stage "writing", too."""
     layout = "{desc:<9}{percentage:3.0f}%|{bar}| {elapsed}, about {remaining} left"
     shown, began, said = "", 0.0, time.monotonic()
     # disable=None is tqdm's "only on a terminal"; smoothing=0 is "by the mean speed from the start".

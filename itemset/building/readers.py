@@ -24,8 +24,7 @@ _HEAD = 1000  # rows of JSON lines whose fields are the columns
 _FIELD = "item"
 
 Batch = tuple[dict[str, Any], float]
-"""Consecutive rows: their values by column, Arrow arrays or lists of JSON values, None for a column that is not there;
-and the share of the file up to the last of them."""
+"""Rows: their values by column, an Arrow array, a list of JSON values or None; and the share of the file up to them."""
 
 
 def read_delimited(source: SourceFile, dialect: Dialect, names: Sequence[str], faults: Faults) -> Iterator[Batch]:
@@ -114,10 +113,7 @@ def _without_nan(data: bytes) -> bytes:
 
 
 def _document(source: SourceFile) -> list[dict[str, Any]] | None:
-    """Return the rows of a JSON document, None if it is JSON lines.
-
-    An array has a row for each element; an object has one for each entry, whose name is the item's key.
-    """
+    """Return a JSON document's rows, of an array or of an object of them by key; None if it is JSON lines."""
     with opened(source) as (file, _):
         data = file.read().removeprefix(b"\xef\xbb\xbf")
     try:

@@ -31,8 +31,7 @@ _LOCK = "lock"
 def scratch_folder(output: str | os.PathLike[str]) -> Iterator[Path]:
     """Make a folder beside the file `output`, for what is needed until that file is written.
 
-    A file in it is locked as long as this process lives. A folder of a killed build, without a lock, is removed. Raises
-    OSError if no folder can be made there.
+    A file in it is locked while this process lives. Folders of killed builds are removed. Raises OSError if it fails.
     """
     output = Path(output).absolute()
     prefix, suffix = f".{output.name}.", ".building"
@@ -84,8 +83,7 @@ class Spool:
     """Numbers of one type, appended to a file without a name, and mapped into memory once all are there."""
 
     def __init__(self, folder: Path, dtype: Any) -> None:
-        self._file = nameless_file(folder)
-        self._dtype = dtype
+        self._file, self._dtype = nameless_file(folder), dtype
 
     def append(self, numbers: NDArray[Any]) -> None:
         self._file.write(np.ascontiguousarray(numbers, self._dtype).data)
@@ -175,7 +173,7 @@ class Stored:
 
     @property
     def types(self) -> list[Any]:
-        """Return the Arrow types of `Batch.values`."""
+        """Return the Arrow types of a `Batch`'s keys and attributes."""
         return [self.key_type or ROW, *(column.packed for column in self.columns)]
 
     def add(self, items: Items, rows: Rows) -> None:

@@ -38,9 +38,9 @@ def read(
     that are kept as they are; in delimited text they are integers, floats, bools, dates or times if each is written as
     one (no leading zero), in JSON dates or times, else what they are there. dialect: how delimited text is
     written, which is judged if it is not given. Columns and types are judged over all files.
-    Raises ItemSetError: no such file, unknown suffix or column, wrong type, missing values (rows count from 1, header
-    and blank lines not counted), bad syntax, parts that differ in kind, no item; for one that is elsewhere, also if it
-    cannot be reached or changes meanwhile. All bad rows are told at once.
+    Raises ItemSetError: no such file, one that cannot be reached or changes, unknown suffix or column, wrong type,
+    missing values (rows count from 1, header and blank lines not counted), bad syntax, parts that differ in kind, no
+    item. All bad rows are told at once.
     """
     return joined_items(list(batches(path, column=column, key=key, attributes=attributes, dialect=dialect)))
 

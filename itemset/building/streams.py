@@ -45,10 +45,8 @@ def opened(source: SourceFile) -> Iterator[tuple[BinaryIO, Callable[[], float]]]
 
 
 def encoding_of(source: SourceFile, given: str | None) -> str:
-    """Return a file's encoding: the one given, that of its byte order mark, or UTF-8.
-
-    Raises ItemSetError: an unknown one, or a file in UTF-16 without a mark.
-    """
+    """Return the encoding given, that of a byte order mark, or UTF-8. Raises ItemSetError for an unknown one, or UTF-16
+    without a mark."""
     if given is not None:
         try:
             return codecs.lookup(given).name

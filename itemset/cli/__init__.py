@@ -1,5 +1,4 @@
-"""The `itemset` command: builds index files, looks into them and publishes them. One file a group of subcommands, which
-is imported when one of them is run."""
+"""The `itemset` command. One file a group of subcommands, which is imported when one of them is run."""
 
 import argparse
 import os

@@ -182,12 +182,19 @@ def update(args: argparse.Namespace) -> None:
         _print_written(after, output, start, ("read", taken), ("changes", changed))
         return
     removed: Any = () if args.remove is None else sources.read_keys(args.remove, args.key, Dialect.of(vars(args)))
-    source, new, names = Items(), {}, before.attributes.column_names
+    source, new, names = Items(), dict[str, Any](), before.attributes.column_names
     if args.add:
         source = sources.read(
             args.add, column=args.column, key=args.key, attributes=names, dialect=Dialect.of(vars(args))
         )
-        new = _new_items(args, before, source)
+        Encoding(args.tokenizer).check(args.add, texts=source.texts is not None)
+        tokenizer = tokenizer_of(args, before)
+        new = {
+            "add": source.tokens if source.texts is None else source.texts,
+            "tokenizer": None if source.texts is None else tokenizer,
+            "keys": None if source.keys is None else _keys_as_in(before, source.keys, args.add),
+            "attributes": source.attributes if names else None,
+        }
     after = before.updated(remove=_keys_as_in(before, removed, args.remove), missing_ok=args.missing_ok, **new)
     after.save(output)
     added = len(source)  # of the keys, for an item may have several: one that is removed and added is both
@@ -198,17 +205,6 @@ def update(args: argparse.Namespace) -> None:
 def _print_written(s: ItemSet, output: Path, start: float, *more: tuple[str, str]) -> None:
     size, seconds = output.stat().st_size, time.perf_counter() - start
     print_table([*facts(s), ("file", f"{output} ({size:,} bytes)"), *more, ("time", f"{seconds:.1f} s")])
-
-
-def _new_items(args: argparse.Namespace, before: ItemSet, source: Items) -> dict[str, Any]:
-    Encoding(args.tokenizer).check(args.add, texts=source.texts is not None)
-    tokenizer = tokenizer_of(args, before)
-    return {
-        "add": source.tokens if source.texts is None else source.texts,
-        "tokenizer": None if source.texts is None else tokenizer,
-        "keys": None if source.keys is None else _keys_as_in(before, source.keys, args.add),
-        "attributes": source.attributes if before.attributes.column_names else None,
-    }
 
 
 def _keys_as_in(before: ItemSet, keys: Any, path: str) -> Any:

@@ -84,10 +84,8 @@ def serve(args: argparse.Namespace) -> None:
 
 
 def command_of(args: argparse.Namespace, more: Sequence[str]) -> tuple[list[str], dict[str, str], str, str]:
-    """Return the engine's command, its environment, the server's URL and the set's name.
-
-    Raises ItemSetError if the engine is not installed.
-    """
+    """Return the engine's command and environment, the server's URL and the set's name. Raises ItemSetError if the
+    engine is not installed."""
     engine = args.engine or next((one for one in _ENGINES if find_spec(one)), None)
     if engine is None or find_spec(engine) is None:
         wanted = engine or "vllm"
@@ -115,10 +113,8 @@ def named(given: str) -> tuple[str, str]:
 
 
 def requests_of(url: str, name: str, model: str, answers: Callable[[str, str], bool] = lambda *_: True) -> str:
-    """Return the requests, as they are to be pasted into a shell.
-
-    answers: tells whether the server answers a body at an endpoint: not every model has a chat template.
-    """
+    """Return the requests, to be pasted into a shell. answers: tells whether the server answers a body at an endpoint:
+    not every model has a chat template."""
     prompt = f"One of the {name}: "
     field = {"type": "object", "properties": {"choice": {"type": "string", "item_set": name}}, "required": ["choice"]}
     bodies = {

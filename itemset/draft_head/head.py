@@ -5,8 +5,7 @@ h_1 to h_L at the placeholders. From these the head drafts items of up to L toke
 
     s_1 = h_0;  p_l = softmax(W_l (h_l + s_l));  s_{l+1} = tanh(A_l s_l + B_l e_l + b_l)
 
-where e_l is the head's own embedding of the token chosen at level l. Its beams are `ranking.beams`, so that each draft
-is an item of the set.
+where e_l is the head's own embedding of the token chosen at level l. By `ranking.beams`, each draft is an item.
 """
 
 import json
@@ -97,8 +96,7 @@ class DraftHead(nn.Module):
     def check(
         self, *, hidden_size: int | None = None, vocab_size: int | None = None, fingerprint: str | None = None
     ) -> None:
-        """Raise ItemSetError unless the head is one for a model with this hidden size and vocabulary, and this
-        tokenizer's fingerprint. None: not known."""
+        """Raise ItemSetError unless the head is for a model of these sizes, and this tokenizer. None: not known."""
         mend = "give the model that was trained with it, or train the head with this model, by `itemset train-head`"
         sizes = ("a hidden size", self.hidden_size, hidden_size), ("a vocabulary", self.vocab_size, vocab_size)
         for what, own, given in sizes:
@@ -126,12 +124,11 @@ class DraftHead(nn.Module):
     ) -> Beams:  # fmt: skip
         """Return the beams of some lists at their end: `Beams.found` has the items, each one of its list's set.
 
-        A score is the sum of an item's log-probabilities by the head, whose own codes alone share each level's; the
-        end costs nothing. Items with other tokens are not found, nor longer ones. Nothing is read back.
+        A score is the sum of an item's log-probabilities by the head, shared by its own codes alone; the end costs
+        nothing. Items with other tokens are not found, nor longer ones. Nothing is read back.
 
-        hidden: [lists, L + 1, d] of any floating dtype, on the arena's device. numbers: the set of each list, as the
-        arena numbers it. plan: of that set, or of all. renormalised, boost: as for `Beams`.
-        Raises ValueError for another shape, and as `Beams` does.
+        hidden: [lists, L + 1, d] of any floating dtype, on the arena's device. The others: as for `Beams`. Raises
+        ValueError for another shape, and as `Beams` does.
         """
         shape = (len(numbers), self.levels + 1, self.hidden_size)
         if hidden.shape != shape:

@@ -57,7 +57,15 @@ def train_head(
     chance, names = random.Random(schedule.seed), [f"<sp_{level + 1}>" for level in range(levels)]
     tokenizer.add_special_tokens({"additional_special_tokens": names})
     model.resize_token_embeddings(len(tokenizer))
-    head = new_head(kind, model, tokenizer, item_set.items(), tokenizer.convert_tokens_to_ids(names))
+    embeddings = model.get_input_embeddings().weight.detach()
+    shape = {"hidden_size": model.config.hidden_size, "vocab_size": len(embeddings)}
+    codes, placeholders = list(torch.tensor(item_set.items()).T), tokenizer.convert_tokens_to_ids(names)
+    # Its embeddings begin at random: the model's are so small beside its states that the head would see them late.
+    head = kind(codes, placeholders, **shape, tokenizer=identify(tokenizer))
+    with torch.no_grad():  # its logits begin as the model's own: half of them from each of the two states that it adds
+        for level, row in enumerate(head.codes):
+            head.logits[level].weight.copy_(embeddings[row] / 2)
+    head.to(model.device)
     rows, most_rates = Rows(levels, levels + 1, window), [1e-3, 1e-2]
     parameters = [{"params": one.parameters(), "lr": rate} for one, rate in zip((model, head), most_rates, strict=True)]
     optimizer = torch.optim.AdamW(parameters, weight_decay=0.1)
@@ -76,21 +84,6 @@ def train_head(
             losses = f"loss of the head {drafts.item() / levels:.2f} a token, of the model {following.item():.2f}"
             log(f"  step {step + 1} of {schedule.steps}: {losses}")
     return head
-
-
-def new_head(kind: type[DraftHead], model: Any, tokenizer: Any, items: Items, placeholders: Sequence[int]) -> DraftHead:
-    """Return a head whose logits begin as the model's own: half a logit from each of the two states that it adds.
-
-    Its embeddings begin at random. The model's are so small beside its states that the head would see them late.
-    """
-    embeddings = model.get_input_embeddings().weight.detach()
-    shape = {"hidden_size": model.config.hidden_size, "vocab_size": len(embeddings)}
-    head = kind(list(torch.tensor(items).T), placeholders, **shape, tokenizer=identify(tokenizer))
-    with torch.no_grad():
-        for level, row in enumerate(head.codes):
-            head.logits[level].weight.copy_(embeddings[row] / 2)
-    result: DraftHead = head.to(model.device)
-    return result
 
 
 class Rows:

@@ -18,8 +18,7 @@ from itemset.embedded.holes import Hole, Items, Vocabulary
 from itemset.trie.walk import DEAD, END
 
 THREADS = 32
-"""Readings that are kept. A grammar in which items follow one another without a border could have ever more. To drop
-some refuses tokens, and lets none in."""
+"""Readings that are kept: items without a border between them could have ever more. To drop some lets no token in."""
 
 
 class Found(NamedTuple):

@@ -121,14 +121,10 @@ class Closing:
 
     def __init__(self, bridges: Iterable[tuple[int, int, bytes]], alone: dict[bytes, int]) -> None:
         """bridges: of each an item's last token, the token that is it and more, and the text of what is more."""
-        self._each = list(bridges)
-        known = [(last, token, alone[rest]) for last, token, rest in self._each if rest in alone]
+        self.bridges = list(bridges)
+        known = [(last, token, alone[rest]) for last, token, rest in self.bridges if rest in alone]
         self._lasts, self._tokens, self._rests = np.array(known, np.int64).reshape(-1, 3).T.copy()
-        self.others = [one for one in self._each if one[2] not in alone]  # what is more is no token of its own
-
-    def without(self, lasts: set[int], alone: dict[bytes, int]) -> "Closing":
-        """Return those with other last tokens."""
-        return Closing((one for one in self._each if one[0] not in lasts), alone)
+        self.others = [one for one in self.bridges if one[2] not in alone]  # what is more is no token of its own
 
     def let_in(self, after: NDArray[np.int32], inside: NDArray[np.int32], row: NDArray[np.int32]) -> None:
         """Set in `row` the bridges whose rest may come `after` the hole, and their last token `inside`: bitmasks."""
@@ -171,7 +167,8 @@ class Items(Walk):
         if self._all is None or not longer:
             return closing
         given = {t for t in longer if not self.ends(self.step(state, t))}
-        return closing.without(given, bridges.alone) if given else closing
+        left = (one for one in closing.bridges if one[0] not in given)
+        return Closing(left, bridges.alone) if given else closing
 
     def _closing_of_all(self, state: int, bridges: Bridges) -> _OfState:
         """Return them, and the last tokens after which an item ends that begins a longer one, of the whole set."""

@@ -1,8 +1,7 @@
 """Where item sets stand in a JSON schema, a structural tag or a grammar, and the grammar with holes in their places.
 
-Each place becomes a mark: a constant text that no other can be. xgrammar makes its grammar of the rest, and prints it.
-What it has dropped shows by a mark that is missing; the others become holes. A hole whose mark xgrammar has quoted is
-inside a JSON string, and its items must be escaped as such.
+Each place becomes a mark, a constant text that no other can be, in the grammar that xgrammar prints. A mark that is
+missing there was dropped; the others become holes. A mark that is quoted is inside a JSON string, as its items are.
 """
 
 import json
@@ -325,10 +324,7 @@ def _begins_with_item(node: Any) -> bool:
 
 
 def read_slate(slate: Any) -> tuple[dict[str, Any], int, str]:
-    """Return a slate, how many items it has, and the text between two. Raises ItemSetError.
-
-    A slate is an object of item_set, n and separator; what chooses among the items may stand in it, too.
-    """
+    """Return a slate (item_set, n, separator, what selects items), its n and its separator. Raises ItemSetError."""
     if not isinstance(slate, dict):
         raise ItemSetError(f"slate must be an object of {WORD}, n and separator, {_SLATE}, not {shown(slate)}")
     if others := sorted(set(slate) - {WORD, "n", "separator", *SELECTION}):

@@ -33,13 +33,10 @@ class Copies:
     """One stream for all copies, and the events that order it with the steps. Call it from one thread.
 
     A copy waits for steps only if they may still read what it overwrites, a step for a copy only if it reads what is
-    copied. The host waits for neither, with one exception:
+    copied. Only out of pinned memory do copies run beside the host: while the device reads one of two buffers, the host
+    fills the other. For a set larger than both it waits until the first is free, and for nothing else.
 
-    All is copied through two buffers of pinned memory: only from there do copies run beside the host. While the device
-    reads one, the host fills the other. For a set larger than both it waits until the first is free.
-
-    All steps belong to one stream, the current one of each `use`. Streams of a CPU do nothing: the bookkeeping is the
-    same on every device.
+    All steps belong to one stream, the current one of each `use`. On a CPU, streams do nothing.
     """
 
     def __init__(self, device: torch.device, max_sets: int) -> None:
@@ -126,8 +123,7 @@ class _Placed:
     start: int
     end: int
     row: NDArray[np.int64]  # of `Arena.sets`
-    # The level plan and the distinct tokens, or the set until they are asked for: to read them off takes longer than
-    # all else that a small set needs, and not everyone wants them.
+    # The level plan and the distinct tokens, or the set until they are asked for: to read them off takes long.
     levels: LevelPlan | ItemSet
     tokens: NDArray[np.int64] | ItemSet
     view: ItemSet | None = None  # the set, if it is a view on which others may stand
@@ -141,8 +137,7 @@ class Arena:
 
     kernels: `cpu_kernels` or `triton_kernels`. choice: of these, and of those of searches over its sets.
     words: [nbytes / 4 + 1] int32. All tables; the last word is nobody's.
-    sets: [max_sets + 1, ROW] int64. Each set's row, see `batch`: where its sections begin, in words. The last row is
-        nobody's.
+    sets: [max_sets + 1, ROW] int64. Each set's row: where its sections begin, in words (`batch`); the last is nobody's.
     rows: on a CPU, the same with addresses. rows_at: its own.
     """
 
@@ -191,9 +186,8 @@ class Arena:
     def use(self, numbers: NDArray[np.integer[Any]] | Iterable[int]) -> None:
         """Begin a step that reads these sets (numbers, or -1 for none), on the current stream.
 
-        The stream waits for copies of these sets that `place` has begun, and no others. Until the next call, these sets
-        are not overwritten. `acquire` and `release` call it. Call it before each step yourself if you call `place`, or
-        if another plan releases sets. The host waits for nothing.
+        The stream, but not the host, waits for copies of these sets. Until the next call, they are not overwritten.
+        `acquire` and `release` call it; call it before each step if you call `place`, or another plan releases sets.
         """
         numbers = np.asarray(numbers, np.int64)
         below = self._bases[numbers]  # whose tables a view's steps read, and a view may stand over a view
@@ -212,8 +206,7 @@ class Arena:
         return placed.levels
 
     def alphabet(self, number: int, more: tuple[int, ...] = ()) -> bytes:
-        """Return the distinct tokens of a set's items, or of those that a view is a part of, and of `more`: ascending
-        int64, as bytes. Raises KeyError if no such set is here."""
+        """Return the distinct tokens of a set's, or its whole set's, items and `more`: ascending int64, as bytes."""
         placed = self._placed[number]
         if more not in placed.alphabets:
             if isinstance(placed.tokens, ItemSet):
@@ -241,9 +234,8 @@ class Arena:
         """Copy the tables to where a plan, this arena's or another with the same room, has put them.
 
         below: `Resident.below`, where the sets that a view stands on go before it, unless all of them are there.
-        Nothing is copied if they are there already. Steps see them after `use`. The copy waits for steps only if they
-        may still read what it overwrites; the host waits as `Copies` says. Raises ItemSetError if the tables
-        are no trie.
+        Nothing is copied if they are there already. Steps see them after `use`. Who waits for whom, `Copies` says.
+        Raises ItemSetError if the tables are no trie.
         """
         if below and item_set.base is not None and not self.holds(item_set.digest, number, start):
             *lower, (base_number, base_start) = below
@@ -254,14 +246,18 @@ class Arena:
     def placing(self, item_set: ItemSet, number: int, start: int) -> Iterator[None]:
         """Do `place` in pieces of `PIECE` bytes, one each time this is advanced: steps may run in between.
 
-        What a view stands on must be there. It ends early, and nothing is there, if something else is placed meanwhile
-        where this lies: ask `holds`.
+        What a view stands on must be there. It ends early if something else is placed here meanwhile: ask `holds`.
         """
         if self.holds(item_set.digest, number, start):
             return
-        base = self._below(item_set)
-        if base is None:
+        base = None
+        if item_set.base is None:
             _refuse_disorder(item_set)
+        else:
+            bases = [n for n, one in self._placed.items() if one.there and one.digest == item_set.base.digest]
+            if not bases:
+                raise ItemSetError("the arena does not hold the set of which this is a view: acquire that first")
+            base = bases[-1]  # an earlier place may be free again
         row, parts = self._parts(item_set, number, start, base)
         known = vars(item_set.whole)
         levels = item_set.level_plan if "level_plan" in known else item_set
@@ -286,10 +282,7 @@ class Arena:
         self._bases[number] = number if base is None else base
 
     def place_next(self, name: str, item_set: ItemSet, piece: arena_plan.Piece) -> bool:
-        """Copy the next piece of a version's tables, between two steps. Return whether all of them are there.
-
-        name: of the registered set. Raises ItemSetError as `place` does.
-        """
+        """Copy the next piece of the set `name`; return whether all of it is there. Raises ItemSetError as `place`."""
         if name not in self._coming or self._coming[name][0] != piece:
             self._coming[name] = piece, self.placing(item_set, *piece)
         if next(self._coming[name][1], self) is not self:
@@ -317,15 +310,6 @@ class Arena:
         parts.append((self.sets[number].view(torch.uint8), row.view(np.uint8)))
         return row, parts
 
-    def _below(self, item_set: ItemSet) -> int | None:
-        """Return the number of the set whose tables a view shares; None for a whole set. Raises as `place` does."""
-        if item_set.base is None:
-            return None
-        for number, placed in reversed(self._placed.items()):  # an earlier place may be free again
-            if placed.there and placed.digest == item_set.base.digest:
-                return number
-        raise ItemSetError("the arena does not hold the set of which this is a view: acquire that first")
-
 
 def with_addresses(rows: NDArray[np.int64], words: int) -> NDArray[np.int64]:
     """Return some rows of `Arena.sets` as Numba takes them. words: the address of `Arena.words`."""
@@ -336,10 +320,7 @@ def with_addresses(rows: NDArray[np.int64], words: int) -> NDArray[np.int64]:
 
 
 def check_tables(item_set: ItemSet) -> None:
-    """Do ahead of `Arena.place` what reads all of a set, for fractions of a second if it is large.
-
-    Raises ItemSetError if the tables of a set, or of the set below a view, are no trie.
-    """
+    """Do ahead of `Arena.place` what reads all of a set, which takes time. Raises ItemSetError if it is no trie."""
     _refuse_disorder(item_set)
     _ = item_set.level_plan, item_set.token_ids, item_set.whole.ready  # else an arena keeps the set, and its file open
 

@@ -47,8 +47,8 @@ class Resident:
 class Plan:
     """Who has which piece of an arena: sets are added, shared by equal content, counted, and forgotten to make room.
 
-    A set in use is never moved or forgotten; one that nobody uses stays until another needs its place. A plan touches
-    no memory, so one process can plan the arenas of several devices. Safe for threads.
+    A set in use stays where it is, another one until its place is needed. A plan touches no memory, so one process can
+    plan the arenas of several devices. Safe for threads.
     """
 
     def __init__(self, nbytes: int, *, max_sets: int = 1024) -> None:
@@ -127,21 +127,18 @@ class Plan:
                 return min(fitting, key=lambda hole: hole[1])[0]
             unused = next((resident for resident in self._residents.values() if not resident.users), None)
             if unused is None:
-                raise ArenaFullError(self._what_is_missing(nbytes))
-            self._forget(unused)
-
-    def _forget(self, resident: Resident) -> None:
-        del self._residents[resident.digest], self._by_number[resident.number]
-        if resident.base is not None:
-            self._release(resident.base)
-        self._free_numbers.append(resident.number)
-
-    def _what_is_missing(self, nbytes: int) -> str:
+                break
+            del self._residents[unused.digest], self._by_number[unused.number]
+            if unused.base is not None:
+                self._release(unused.base)
+            self._free_numbers.append(unused.number)
         sets, holes = f"{len(self._residents):,} sets are in use, of {self.nbytes:,} bytes", [n for _, n in self._holes]
         if not self._free_numbers:
-            return f"the arena is full: {sets}, and it was made for no more of them. Make it for more sets"
+            raise ArenaFullError(
+                f"the arena is full: {sets}, and it was made for no more of them. Make it for more sets"
+            )
         largest, free = max(holes, default=0), sum(holes)
-        return (
+        raise ArenaFullError(
             f"the arena is full: the set takes {nbytes:,} bytes, {nbytes - largest:,} more than are free in one piece "
             f"({free:,} are free in all; {sets}). Make the arena larger, or wait until requests end"
         )
@@ -151,9 +148,9 @@ Piece = tuple[int, int]  # number and start of a set
 
 
 class Holdings:
-    """The served version of each set has its room, and the one that is on its way. Call it from one thread.
+    """The room of each set's served version, and of the one on its way. Call it from one thread.
 
-    What was held before stays in the arena until the room is needed: a rollback copies nothing.
+    What was held before stays until the room is needed: a rollback copies nothing.
     """
 
     def __init__(self, plan: Plan, served: Mapping[str, ItemSet]) -> None:
@@ -190,10 +187,7 @@ class Holdings:
 
 
 def room_for(item_set: ItemSet) -> int:
-    """Return the bytes that a set takes in an arena: `ItemSet.nbytes` and ready masks, each section at a cache line.
-
-    Of a view, what it takes with its base.
-    """
+    """Return the bytes that a set takes in an arena, a view with its base: tables and ready masks, in cache lines."""
     return arena_bytes([item_set], 0)
 
 

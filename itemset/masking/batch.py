@@ -48,8 +48,7 @@ FAR_BLOCK = 32  # bits of WIDTHS below `Tables.far_block`, or of counted targets
 def kernels_for(room: Literal["masking", "ranking"], device: str, choice: Kernels = "auto") -> ModuleType:
     """Return a room's kernels: Numba's on a CPU, Triton's on an accelerator, or as `choice` says.
 
-    device: its kind, "cpu" or another. Raises ImportError without Triton where it is needed, ItemSetError for Numba on
-    an accelerator.
+    device: its kind, "cpu" or another. Raises ImportError if Triton is missing, ItemSetError for Numba on another.
     """
     triton = choice == "triton" or (choice == "auto" and device != "cpu")
     if not triton and device != "cpu":
@@ -58,9 +57,7 @@ def kernels_for(room: Literal["masking", "ranking"], device: str, choice: Kernel
 
 
 def table_row(item_set: ItemSet, stops: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
-    """Return the row of a set (see `batch`), with addresses: [ROW] int64. The set and `stops` must live as long as
-    compiled code may read there.
-    """
+    """Return a set's row with addresses: [ROW] int64. The set and `stops` must live while compiled code reads it."""
     tables, ready = item_set.trie.tables, item_set.ready
     row = np.zeros(ROW, np.int64)
     row[:READY] = tables.pointers
@@ -89,9 +86,9 @@ class Batch(NamedTuple):
         TREE: above [rows]: the parent's row, -1 for a request's first. tokens as in a chain.
         COLUMNS: tokens [rows, any], drafts of each row from left to right. above [1]: how many of them, in all rows.
     rows_each: logits rows of a request, if all have as many: [requests x rows_each] rows. None: see `slots`.
-    positions: [rows], or None; for a CHAIN with tokens. The column of history that a request's first row holds in
-        `tokens`, too. It is read from there, since history may be in the host's memory. A column outside begin .. end
-        has no meaning, and other rows' are not read.
+    positions: [rows], or None; for a CHAIN with tokens. The column of history that a request's first row has in
+        `tokens`, too, and is read there: history may be in the host's memory. Other rows', and columns outside
+        begin .. end, are ignored.
     """
 
     slots: Tensor

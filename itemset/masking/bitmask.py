@@ -28,25 +28,22 @@ def fill_bitmask_of(tables: Any, state: int, stops: Any, ready: int, row: Any) -
     elif state < WAITING:
         first, end = first_edge(tables, state), first_edge(tables, state + 1)
         if ready and state < load32(ready, 0):
-            _copy_ready(ready, state, row)
+            first_word, width = load32(ready, 1), load32(ready, 2)
+            masks, words = array_at(ready + 4 * (HEADER + state * width), width, np.uint32), row[first_word:]
+            for word in range(min(width, len(words))):
+                words[word] = masks[word]
         else:
             _set_children(tables, first, end, row)
         for at in range(first_dead(tables, first), tables.dead_count):  # in the order of the edges: a node's together
             edge = load32(tables.dead, at)
             if edge >= end:
                 break
-            _clear_bit(row, label(tables, edge))
+            token = label(tables, edge)
+            if token < len(row) * 32:
+                row[token >> 5] &= ~(np.uint32(1) << np.uint32(token & 31))
     if is_terminal(tables, state):
         for token in stops:
             _set_bit(row, token)
-
-
-@compiled
-def _copy_ready(ready: int, node: int, row: Any) -> None:
-    first_word, width = load32(ready, 1), load32(ready, 2)
-    masks, words = array_at(ready + 4 * (HEADER + node * width), width, np.uint32), row[first_word:]
-    for word in range(min(width, len(words))):
-        words[word] = masks[word]
 
 
 @compiled
@@ -125,12 +122,6 @@ def _set_each(tables: Any, alive: Any, low: int, high: int, row: Any) -> None:
         token, bit = label(tables, edge), alive >> np.uint32(edge & 31) & np.uint32(1)
         if token >> 5 < len(row):
             row[token >> 5] |= bit << np.uint32(token & 31)
-
-
-@compiled
-def _clear_bit(row: Any, token: int) -> None:
-    if 0 <= token < len(row) * 32:
-        row[token >> 5] &= ~(np.uint32(1) << np.uint32(token & 31))
 
 
 @compiled

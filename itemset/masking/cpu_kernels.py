@@ -39,12 +39,10 @@ def advance(arena: Arena, states: Tensor, tokens: Tensor, marks: Tensor | None, 
 def walk(arena: Arena, cells: Tensor, marks: Tensor, batch: Batch, out: Tensor) -> Tensor:
     """Take what each request has committed since the last call, and write the state of each logits row to `out`.
 
-    A row's state is its request's after the row's own drafts. It is DEAD if they leave the set. If committed tokens
-    have left it, it is END, because then only the end of the request is right. It is FREE if the row has no slot.
+    A row's state is its request's after the row's own drafts: DEAD if they leave the set, END if committed tokens have
+    left it, as then only the end of the request is right, and FREE if the row has no slot.
 
-    batch: its `rows` are the logits rows.
-    cells: [slots + 1] int64 as `slots.Slots` keeps them; written. marks: [slots + 1, 1 + any] as for `advance`.
-    out: [rows] int64.
+    cells: [slots + 1] int64, those of `Slots`; written. marks: [slots + 1, 1 + any] as of `advance`. out: [rows] int64.
     """
     marks = _table(marks)  # a name: what compiled code reads must not be freed before
     _walk(_walk_of(arena, cells, marks, batch, out))
@@ -87,8 +85,7 @@ def forced(arena: Arena, states: Tensor, marks: Tensor, slots: Tensor, out: Tens
     row's first stop token, and then no more. Rows whose state is FREE, WAITING or DEAD stay as they are.
 
     states: [rows] int64. marks, slots: as for `mask`. out: [rows, k] int32 or int64.
-    guess: if no token is forced, go on with a node's first child, and after the stop token with the same one again, so
-        that every token is a legal one.
+    guess: if no token is forced, go on with a legal one: a node's first child, and again the stop token after that.
     """
     given = _integers((), slots, out)
     _forced(arena.rows_at, states.numpy(), _table(marks).numpy(), given, out.shape[1], guess)
@@ -105,8 +102,8 @@ def _table(marks: Tensor) -> Tensor:
 
 
 def _integers(first: tuple[int, ...], *tensors: Tensor | None) -> NDArray[np.int64]:
-    """Return some integers, then for each tensor its address, 0 for none, the bytes of an element, and the strides of
-    rows and columns. Each call of torch counts here: a step of a few rows is little else."""
+    """Return integers, then each tensor's address, 0 for none, bytes of an element, and strides of rows and columns.
+    Each call of torch counts here: a step of a few rows is little else."""
     given = [*first]
     for one in tensors:
         if one is None:

@@ -1,6 +1,6 @@
-"""Setting to -inf the logits that a bitmask leaves out: 32 of them at once, as the bits of a word.
+"""Setting to -inf the logits that a bitmask omits, 32 at once: LLVM makes of a word's bits what lanes are selected by.
 
-LLVM makes of a word's bits what the processor selects lanes by. To look at each bit took four to twenty times longer.
+To look at each bit took four to twenty times longer.
 """
 
 from collections.abc import Callable

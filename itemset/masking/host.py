@@ -1,7 +1,7 @@
 """The host path: one request's state with its history, and a batch's masks as bitmasks.
 
-Numba takes microseconds to unpack even the tables' pointers in each call. So a compiled function takes one address, at
-which it finds them and the stop tokens', and one call serves rows of different sets.
+Numba takes microseconds to unpack even the tables' pointers. So compiled functions find them, and the stop tokens, at
+one address, and one call serves rows of different sets.
 """
 
 from collections.abc import Iterable, Sequence
@@ -57,11 +57,7 @@ class Walk:
 
 
 class HostState(Walk):
-    """One request's place in an item set.
-
-    If an item may end here, the stop tokens are allowed beside the children. Once it has ended, they alone are: a
-    request that ignores its stop tokens goes on with them and never leaves the set.
-    """
+    """One request's place in an item set. Where an item may end, stop tokens are allowed, and after it they alone."""
 
     def __init__(self, item_set: ItemSet, stop_token_ids: Iterable[int]) -> None:
         super().__init__(item_set, stop_token_ids)
@@ -92,8 +88,7 @@ class HostState(Walk):
     def draft_states(self, drafts: Iterable[int]) -> list[int]:
         """Return the state of each row that verifies these drafts and of the row after them, [drafts + 1].
 
-        After a draft that is not allowed all rows keep its row's state. After -1, which is padding, all are FREE.
-        The request's own state stays.
+        After a draft that is not allowed all rows keep its row's state; after -1, which is padding, all are FREE.
         """
         drafts, states = list(drafts), [self._states[-1]]
         for i, token in enumerate(drafts):
@@ -122,8 +117,7 @@ def fill_bitmasks(
 ) -> None:
     """Fill many rows of a bitmask in one compiled call, as `HostState.fill_bitmask` fills one.
 
-    hosts, states, rows: the request of each row to fill, a state in that request's set (FREE allows all tokens), and
-        the row's number.
+    hosts, states, rows: each row's request, a state in its set (FREE allows all tokens), and the row's number.
     bitmask: [any, ceil(vocabulary / 32)] int32. Other rows stay as they are.
     Raises IndexError if `bitmask` has no such row, ValueError if the three differ in length.
     """
@@ -145,10 +139,7 @@ def warm_up() -> None:
 
 
 def forced_tokens(item_set: ItemSet, tokens: Iterable[int]) -> int:
-    """Count the tokens that were the only ones that could follow, the stop token after an item among them.
-
-    tokens: of an answer, from the beginning of its item on.
-    """
+    """Count an answer's tokens, from its item on, that were the only ones that could follow, stop tokens among them."""
     return int(_forced_tokens(item_set.trie.tables.pointers, np.array(list(tokens), np.int64)))
 
 

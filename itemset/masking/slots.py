@@ -26,10 +26,7 @@ MAX_STOP_TOKENS = 128  # of a request on the device path; vLLM has the same limi
 
 
 def as_table(rows: Sequence[Sequence[int]], columns: int) -> Tensor:
-    """Fill rows of at most `columns` integers up with -1: [rows, columns] int32, on the host.
-
-    By NumPy, since torch takes nested lists element by element: 5 ms for 256 requests' marks.
-    """
+    """Fill rows of integers up with -1: [rows, columns] int32, on the host. torch would take them one by one."""
     table = np.full((len(rows), columns), -1, np.int32)
     for filled, row in zip(table, rows, strict=True):
         filled[: len(row)] = row
@@ -39,9 +36,8 @@ def as_table(rows: Sequence[Sequence[int]], columns: int) -> Tensor:
 class Slots:
     """The state of each of an engine's request slots.
 
-    The engine keeps the token history, this class only the states. Call ``assign`` for each request, and again whenever
-    a slot gets another one (with NO_SET if that has no set). In each step write the sampled tokens to the history, move
-    `end`, and call ``step``:
+    The engine keeps the token history. Call ``assign`` whenever a slot gets a request, with NO_SET if that has no set.
+    In each step write the sampled tokens to the history, move `end`, and call ``step``:
 
         arena = Arena(room_for(films), device)
         slots = Slots(arena, 64, max_rows=64)
@@ -56,10 +52,8 @@ class Slots:
             end[row_to_slot] += 1  # a request is over when it has sampled one of its stop tokens
 
     Give every request with a set a stop token within the vocabulary: after the item nothing else is allowed, and a row
-    without one is empty. Committed tokens never shrink: an engine that takes some back assigns the slot again.
-
-    All of it is on the device and written there, by the arena's kernels. Nothing here waits for the device. Under
-    Triton `step`, `walk` and `forced` allocate nothing, and can be captured in a CUDA graph.
+    without one is empty. Committed tokens never shrink: an engine that takes some back assigns the slot again. Nothing
+    waits for the device. Under Triton `step`, `walk` and `forced` allocate nothing: a CUDA graph can capture them.
 
     cells: [slots + 1] int64. Each slot's set, its state in that set, and how many tokens led there (batch.py). The last
         cell is nobody's.
@@ -77,11 +71,9 @@ class Slots:
     def assign(self, slots: Tensor, sets: Tensor, marks: Tensor) -> None:
         """Put these slots at the beginning of an item, or before it if `marks` says so, whatever they held.
 
-        A request that already has output, because it was resumed or moved, is assigned like any other: the next `walk`
-        takes the tokens that it has committed.
+        Of a request that has output already, because it was resumed or moved, the next `walk` takes the tokens.
 
-        slots: [n] integers. sets: [n] integers, the arena's numbers, or NO_SET. marks: [n, 1 + max_stop_tokens]
-        integers, as in `Slots.marks`.
+        slots: [n] integers. sets: [n] integers, the arena's numbers, or NO_SET. marks: [n, ...], as `Slots.marks`.
         """
         slots, sets, marks = slots.long(), sets.long(), marks.to(self.marks.dtype)
         self.marks.index_copy_(0, slots, marks)

@@ -3,9 +3,8 @@
 The kernels take a stride of 1 in the last dimension of every tensor; each function raises ValueError for another. It
 makes no contiguous copy: a recorded graph would read the copy again, and what is written to a copy is lost.
 
-One program walks one row; one program masks some chunks of a row's logits. A node's labels are compared LANES at a
-time, so a row costs what its children cost. Nothing is allocated, nothing is read back, and no launch depends on what a
-tensor holds: each can be captured in a CUDA graph.
+A program walks a row, or masks some chunks of its logits. A row costs what its children cost, LANES at a time. Nothing
+is allocated or read back, and no launch depends on what a tensor holds: each can be captured in a CUDA graph.
 """
 
 
@@ -371,8 +370,7 @@ def _forbid(logits, begin, high, CHUNK: tl.constexpr):
 def _forbid_others(bits, first_word, width, logits, low, high, CHUNK: tl.constexpr):
     """Overwrite the logits from `low` to `high` whose bit is not set in a ready mask. Reads no logits.
 
-    bits: [width] words, of which the first is for columns 32 * first_word and the 31 after it. Where 16 columns in a
-    row stay nowhere, a thread writes 16 bytes at once.
+    bits: [width] words, the first for the 32 columns from 32 * first_word on. Threads write 16 bytes where they can.
     """
     for begin in range(low, high, CHUNK):
         word = (begin >> 5) - first_word

@@ -1,7 +1,6 @@
 """Reading an arena's tables in Triton: what the kernels of `triton_kernels` are made of.
 
-words, fields: `Arena.words`, and the row of `Arena.sets` of the state's set, as `set_fields` reads it. States and
-tokens: int64.
+words, fields: `Arena.words`, and what `set_fields` reads of the state's set. States and tokens: int64.
 """
 
 import inspect
@@ -68,10 +67,7 @@ def set_row(sets, state):
 
 @triton.jit
 def ready_row(words, sets, state):
-    """Return where the bits of a node's ready mask begin in `words`, the first word that they are for, and how many.
-
-    That is 0 if the node has none. A list of dead entries leaves out more.
-    """
+    """Return where a node's ready mask begins in `words`, the first word that it is for, and how many, 0 if none."""
     ready = tl.load(set_row(sets, state) + READY)
     has = ready != NO_BITS
     nodes = tl.load(words + ready, mask=has, other=0).to(tl.int64)
@@ -113,10 +109,7 @@ def next_state(
 
 @triton.jit
 def child_state(words, fields, node, token, LANES: tl.constexpr):
-    """Return the state after the edge that carries `token`, or DEAD.
-
-    Each edge's target is loaded beside its label: one round trip to memory instead of two.
-    """
+    """Return the state after the edge that carries `token`, or DEAD. Labels and targets are loaded in one go."""
     first, end = row_bounds(words, fields, node)
     first, count = narrowed(words, fields, first, end - first, token, LANES)
     lane = tl.arange(0, LANES)
@@ -182,10 +175,7 @@ def _state_stored(words, fields, edge, mask):
 
 @triton.jit
 def narrowed(words, fields, first, count, token, LANES: tl.constexpr):
-    """Return at most LANES of the edges, with the one that carries `token` if any does.
-
-    All edges before these carry less, all after them more.
-    """
+    """Return at most LANES of the edges: those before them carry less than `token`, those after them more."""
     lane = tl.arange(0, LANES).to(tl.int64)
     while count > LANES:
         stride = (count + LANES - 1) // LANES

@@ -92,12 +92,11 @@ class Rows(NamedTuple):
 
 
 class Items(NamedTuple):
-    """Items, best first: tokens [L, k, longest] int64, -1 after an item's tokens; scores, what orders them, and logs,
-    their log-probabilities, [L, k] float64, contiguous. No item: -inf, -inf and -1."""
+    """Items, best first."""
 
-    tokens: Tensor
-    scores: Tensor
-    logs: Tensor
+    tokens: Tensor  # [L, k, longest] int64, -1 after an item's tokens
+    scores: Tensor  # [L, k] float64, contiguous, what orders them, -inf for no item
+    logs: Tensor  # their log-probabilities, as the scores
 
     @classmethod
     def empty(cls, lists: int, k: int, longest: int, device: torch.device) -> "Items":
@@ -125,8 +124,7 @@ def score_of(keys: Tensor) -> Tensor:
     """Return the score that each key orders by, float64; -inf for NOTHING.
 
     A key has the score as float32 above, its bits turned so that integers compare as the floats do, and the complement
-    of the edge below: of equal scores the lower edge is better. Of a state inside a tail, which stands in an edge's
-    place, the lowest 32 bits are below.
+    of 32 bits of the edge, or of the state inside a tail, below: of equal scores the lower edge is better.
     """
     high = keys >> 32
     scores = (high ^ (high >> 31) & 0x7FFFFFFF).int().view(torch.float32).double()

@@ -1,9 +1,8 @@
 """Beam search over item sets as tensors of shapes that the host knows: for whoever runs the model.
 
-A beam's score is its log-probability, or a Gumbel time. By the first, the search finds ranked lists: those of
-`search.Search` without `exact`, up to the rounding of floats. By the second, it draws from the model's own distribution
-without replacement: stochastic beam search (Kool, van Hoof and Welling 2019), a *race* in place of each list. With the
-same keys, those are the races of `exact_sampling.Drawing`.
+With log-probabilities as scores it finds ranked lists: those of `search.Search` without `exact`, but for rounding. With
+Gumbel times it draws from the model's own distribution without replacement: stochastic beam search (Kool, van Hoof and
+Welling 2019), by the *races* of `exact_sampling.Drawing` in place of lists.
 """
 
 from collections.abc import Sequence
@@ -25,48 +24,33 @@ _NEAR = 2.0**-20  # children order by float32: what is nearer than such a part o
 
 
 class BeamOptions(TypedDict, total=False):
-    """What to search for.
+    """What to search for."""
 
-    width: places that open prefixes compete for, on every level or on each: see `search.Width`.
-    k: items to find; in each race, items drawn without replacement.
-    end_token: if given, the end of an item counts in its score. Races need it.
-    renormalised: score each token by its share among those that may stand there; tails then cost nothing.
-    stepwise: one token a pass for all beams: `queries` is 1, and an item that stands alone may be pruned later.
-    longest: with stepwise, the most tokens of an item that is found; those of the plan's longest if None.
-    keys: [lists] int64, on the arena's device: draw, by these keys of `exact_sampling.Drawing.races`.
-    temperature: of draws, above 0; above 1 of sets that `tempered` has made.
-    boost: what the boosts of the sets count, see `view`.
-    normalise_length: of lists with an end token, as of `search.Search`; not with renormalised.
-    kernels: by default as the arena's; "auto" is Numba on a CPU and Triton on an accelerator.
-    """
-
-    width: Required[Width]
-    k: Required[int]
-    end_token: Required[int | None]
-    renormalised: bool
-    stepwise: bool
-    longest: int | None
-    keys: Tensor | None
-    temperature: float
-    boost: float
-    normalise_length: float
-    kernels: Kernels
+    width: Required[Width]  # places that open prefixes compete for
+    k: Required[int]  # items to find; in each race, items drawn without replacement
+    end_token: Required[int | None]  # if given, the end of an item counts in its score. Races need it
+    renormalised: bool  # score each token by its share among those that may stand there; tails then cost nothing
+    stepwise: bool  # one token a pass for all beams: `queries` is 1, and an item that stands alone may be pruned later
+    longest: int | None  # with stepwise, the most tokens of an item that is found; those of the plan's longest if None
+    keys: Tensor | None  # [lists] int64, on the arena's device: draw, by these keys of `exact_sampling.Drawing.races`
+    temperature: float  # of draws, above 0; above 1 of sets that `tempered` has made
+    boost: float  # what the boosts of the sets count, see `view`
+    normalise_length: float  # of lists with an end token, as of `search.Search`; not with renormalised
+    kernels: Kernels  # by default as the arena's; "auto" is Numba on a CPU and Triton on an accelerator
 
 
 class Found(NamedTuple):
-    """Items, best first. tokens: [lists, k, longest] int64, -1 after an item's. scores: their log-probabilities,
-    [lists, k] float64, -inf where there is no item."""
+    """Items, best first."""
 
-    tokens: Tensor
-    scores: Tensor
+    tokens: Tensor  # [lists, k, longest] int64, -1 after an item's
+    scores: Tensor  # [lists, k] float64, their log-probabilities, -inf where there is no item
 
 
 class Beams:
     """The beams of some ranked lists or races of one set, or of sets that share a plan.
 
-    A forward pass has `width` rows a list, one a beam, which the caller lays out as one pleases; only the first `rows`
-    of each list are ever alive in the next pass. `width` is that of the next pass, if each level has its own. Each pass
-    goes to `round`:
+    A forward pass has `width` rows a list, one a beam, which the caller lays out as one pleases; in the next pass only
+    the first `rows` of each list are alive. Each pass goes to `round`:
 
         beams = Beams(arena, [number] * lists, item_set.level_plan, width=256, k=100, end_token=end_token)
         beams.round(logits)  # [lists, 1, vocabulary]: after each list's prompt
@@ -83,11 +67,10 @@ class Beams:
     query tokens of its row, and the row's last pass. Open prefixes compete for the `width` places, and what is complete
     is kept apart in the best `k`, whose last is a bar for all that goes on.
 
-    Draws: whatever the width, those that `exact` names are the first ones of an `exact_sampling.Drawing` with the same
-    keys, as far as the logits are the same. If some are not, that must go on with the same keys: to take the exact ones
-    of several tries would favour likely items.
+    Draws: whatever the width, those that `exact` names are the first ones of a `Drawing` with the same keys and logits.
+    That must make the others, with the same keys: to take the exact ones of several tries would favour likely items.
 
-    lists, width, k, longest: as given; longest is the most tokens of an item.
+    longest: the most tokens of an item.
     queries: query tokens of each row in the next pass, 1 + the longest tail that may be there.
     rows: how many rows of each list the next pass needs at most: 1 at first, then `width` or fewer, which stand first.
         Where reading a number costs nothing, `narrow` makes them fewer after each round.
@@ -155,8 +138,7 @@ class Beams:
 
     @property
     def scores(self) -> Tensor:
-        """Return what orders the beams, without their tails, best first, -inf without a beam: [lists, width]
-        float64."""
+        """Return what orders the beams, best first, without their tails: [lists, width] float64, -inf for no beam."""
         return self._rows.scores
 
     @property
@@ -168,15 +150,13 @@ class Beams:
     def next_inputs(self) -> Tensor:
         """Return the tokens of the next pass, [lists, width, queries] int64: the last ones of each beam, then its tail.
 
-        Those after a beam's tokens are 0, and so are those of rows without a beam: what the pass makes of them is not
-        read. Their first position is the prompt's length + `taken` - 1.
+        After a beam's tokens, and without a beam, they are 0. The first position is the prompt's length + `taken` - 1.
         """
         return self._rows.tokens[:, :, self.taken - 1 : self.taken - 1 + self.queries].clamp(min=0)
 
     @property
     def span(self) -> tuple[int, int] | None:
-        """Return the lowest and the highest token whose logits the next round reads besides sums; None: any of the
-        set's."""
+        """Return the lowest and the highest token whose logits the next round reads, besides sums; None: any token."""
         plan, end = self._plan, self._rules.end_token
         if not plan.spans or (any(plan.tails) and not self._renormalised):
             return None
@@ -184,15 +164,13 @@ class Beams:
 
     @property
     def all_over(self) -> Tensor:
-        """Return whether no beam of any list can lead to a better item: a bool on the device. To stop early, read
-        it."""
+        """Return whether no beam can lead to a better item, to stop early: a bool on the device."""
         over = (self._rows.scores <= self.bar).all()
         return over if self.passes_left else torch.ones_like(over)
 
     @property
     def open_beams(self) -> Tensor:
-        """Return how many of the beams lead on, and may lead to something better, in the list that has most: an int64
-        on the device. Not counted are those whose item stands alone."""
+        """Return the most beams of a list that may lead to something better but for lone items: int64 on the device."""
         return ((self._rows.table[form.DEGREE] > 0) & (self._rows.scores > self.bar)).sum(1).max()
 
     @property
@@ -207,15 +185,14 @@ class Beams:
 
     @property
     def decided(self) -> Found:
-        """Return those of them that no further pass could change at the end, a score of -inf in place of the
-        others'."""
+        """Return `found` with a score of -inf for what further passes could have changed, at the end."""
         tokens, scores = self.found
         return Found(tokens, torch.where(self.exact, scores, -torch.inf) if self._races else scores)
 
     @property
     def exact(self) -> Tensor:
-        """Return which items of races are decided at the end, [lists, k] bool: no other item of the set can come
-        before. Of an item that there is not: whether the set has no more."""
+        """Return which items of races no other item can precede, at the end: [lists, k] bool. Of a missing one: whether
+        the set has no more."""
         left = self._best_left[:, None]
         return left.isneginf() | (self._items.scores > left + _NEAR * (left.abs() + 1))
 
@@ -239,9 +216,8 @@ class Beams:
 
         logits: [lists * R, queries, vocabulary], of any floating dtype, on the arena's device, a stride of 1 in the
         last dimension; R is at least `rows`, those that stand first in each list, and 1 at first. They are not changed.
-        columns: as of `Pass`, if there are logits of the set's own tokens only. sums: then, unless scores are
-        renormalised, what `log_sums` says of all tokens; zeros for logits that are log-probabilities. Raises ValueError
-        for another shape, or if no pass is left.
+        columns: as of `Pass`, if there are logits of the set's own tokens only. sums: then, unless `renormalised`, of
+        `log_sums`; zeros for log-probabilities. Raises ValueError for another shape, or if no pass is left.
         """
         if not self.passes_left:
             raise ValueError("the search is over: no pass is left")
@@ -274,10 +250,10 @@ class Beams:
             self._items, _ = kernels.merge(last, ends, None, 0)
 
     def log_sums(self, logits: Tensor, first: int = 0) -> Tensor:
-        """Return the log-sum-exp of some rows' logits: [lists, some, queries] float32; infinite for beams that lead to
-        nothing better. For a pass whose logits of all rows would take too much memory.
+        """Return the log-sum-exp of some rows' logits, if those of a whole pass would take too much memory.
 
-        logits: [lists * some, queries, vocabulary], those of each list from row `first` on.
+        It is [lists, some, queries] float32, infinite for beams that lead to nothing better. logits: [lists * some,
+        queries, vocabulary], those of each list from row `first` on.
         """
         by_list = logits.unflatten(0, (self.lists, -1))
         some = slice(first, first + by_list.shape[1])
@@ -300,8 +276,7 @@ class Beams:
         return Pass(self.arena, logits, self._rows, self._items, offsets, self.taken, self._rules, columns)
 
     def _plan_pass(self, size: int) -> int:
-        """Settle how many rows and query tokens the next pass has, of `size` children; returns how many beams are
-        chosen."""
+        """Settle the rows and query tokens of the next pass, of `size` children; return how many beams are chosen."""
         if not size:
             return 0
         self.queries = 1 if self._renormalised or not self._rules.whole else 1 + self._plan.tails[self.taken]
@@ -309,10 +284,9 @@ class Beams:
         return self._next_width
 
     def narrow(self) -> None:
-        """Omit from the next pass the last rows, none of which can lead to a better item; without rows the search is
-        over. What is found stays the same. Not for `Lockstep`, which has `rows_after`.
+        """Omit from the next pass the last rows, which lead to no better item; without rows the search is over.
 
-        It reads how many rows stay: on an accelerator the host waits for that.
+        On an accelerator the host waits for how many stay. Not for `Lockstep`, which has `rows_after`.
         """
         if not self.passes_left:
             return
@@ -342,10 +316,7 @@ def items_of(end_token: int | None, renormalised: bool) -> int:
 
 
 def table_of(found: Found) -> Tensor:
-    """Return items as a table, [lists, k, 2 + longest] float64: log-probability, number of tokens, tokens, then -1.
-
-    Where there is no item: -inf, 0 and -1.
-    """
+    """Return a table of items, [lists, k, 2 + longest] float64: log p or -inf, number of tokens, tokens, then -1."""
     tokens, scores = found
     return torch.cat((scores[:, :, None], (tokens >= 0).sum(2, keepdim=True).double(), tokens.double()), 2)
 
@@ -373,8 +344,7 @@ def _log_exponential(keys: Tensor) -> Tensor:
 def warm_up(arena: Arena, logits: Tensor, *, stepwise: bool = False, columns: Tensor | None = None) -> None:
     """Compile what lists and races launch, all that would else be compiled while the first list waits.
 
-    logits: [1, 1, vocabulary], any values, of the type of those to come. stepwise: of the races. columns: as of
-    `Pass`, for logits that come with such. The arena may be empty.
+    logits: [1, 1, vocabulary], any values, of the type to come. stepwise: of races. columns: as of `Pass`.
     """
     size, one_token = logits.shape[2], LevelPlan((1,), (np.ones(1, np.int64),), (0,), (0,), 1)  # a set of one item
     rows = logits.new_zeros(2, 1, size - size % 16 + 32)

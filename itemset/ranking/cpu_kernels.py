@@ -42,7 +42,7 @@ def legal_sums(now: Pass) -> Tensor:
 
 def ended(now: Pass, sums: Tensor) -> Tensor:
     ends = torch.empty(3, *sums.shape[:2], dtype=torch.float64)
-    _ended(*_arguments(now), now.rules.end_token, sums.numpy(), now.taken, _weights(now), ends.numpy())
+    _ended(*_arguments(now), now.rules.end_token, sums.numpy(), now.taken, now.rules[3:], ends.numpy())
     return ends
 
 
@@ -50,7 +50,7 @@ def best(now: Pass, sums: Tensor, ends: Tensor, size: int, wanted: int) -> tuple
     items = now.rules.items
     keys = torch.full((1 if items == form.OPEN else 2, len(sums), wanted), NOTHING)
     places = torch.zeros_like(keys)
-    _best(*_arguments(now), sums.numpy(), ends.numpy(), items, _weights(now), keys.numpy(), places.numpy())
+    _best(*_arguments(now), sums.numpy(), ends.numpy(), items, now.rules[3:], keys.numpy(), places.numpy())
     return keys, places
 
 
@@ -61,7 +61,7 @@ def follow(now: Pass, sums: Tensor, ends: Tensor, keys: Tensor, places: Tensor, 
     if riding:
         _ride(*given, now.taken, now.rules.norm, riding, *out)
     chosen = (tensor.numpy() for tensor in (ends, keys, places, now.offsets))
-    _follow(*given, *chosen, now.taken, now.rules.whole, _weights(now), riding, *out)
+    _follow(*given, *chosen, now.taken, now.rules.whole, now.rules[3:], riding, *out)
     return new
 
 
@@ -73,11 +73,6 @@ def merge(now: Pass, ends: Tensor, done: Rows | None, riding: int) -> tuple[Item
     tables = (*now.rows, *now.items, ends, *done, *merged, alive)
     _merge(*(tensor.numpy() for tensor in tables), riding)
     return merged, alive
-
-
-def _weights(now: Pass) -> tuple[float, float, float, float]:
-    rules = now.rules
-    return rules.power, rules.boost, rules.length, rules.norm
 
 
 def _arguments(now: Pass) -> tuple[Any, ...]:

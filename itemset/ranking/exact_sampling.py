@@ -36,38 +36,29 @@ class CutOffError(ValueError):
 
 
 class DrawingOptions(TypedDict, total=False):
-    """replace: n independent draws, among which an item may occur again, the default; if False, n distinct items, each
-    drawn from what the others have left: fewer if the set has fewer.
-    temperature: over items: one of probability p is drawn with a weight of p^(1/T), of a boost b (`itemset.view`) with
-        (p * e^b)^(1/T).
-    boost: what boosts are multiplied by.
-    seed: of all random numbers; another one each time if None.
-    width: passes in a round at least, if they can be of use; by default rounds grow with the passes so far.
-    max_passes: stop after these. approximate: let the draws that are not finished then go on among the items that are
-    scored; otherwise `result` raises CutOffError.
-    """
+    """How to draw."""
 
+    # Whether the n draws are independent, so that an item may occur again: the default. Else n distinct items, each
+    # drawn from what the others have left: fewer if the set has fewer.
     replace: bool
+    # T, over items: one of probability p and boost b (`itemset.view`) is drawn with a weight of (p * e^b)^(1/T).
     temperature: float
-    boost: float
-    seed: int | None
+    boost: float  # what boosts are multiplied by
+    seed: int | None  # of all random numbers; another one each time if None
+    # Passes in a round at least, if they can be of use; by default rounds grow with the passes so far.
     width: int | None
-    max_passes: int | None
-    approximate: bool
+    max_passes: int | None  # stop after these
+    approximate: bool  # unfinished draws then go on among the scored items; else `result` raises CutOffError
 
 
 class Drawing(Rounds):
-    """Draws of items, all of which share the passes. An answer says of each item whether it is exact: whether its race
-    was run to the end.
-
-    A round scores the prefix for which each unfinished draw waits and, up to its width, those that they will need next.
-    """
+    """Draws of items, all of which share the passes: a round scores the prefix that each unfinished draw waits for and,
+    up to its width, those that they will need next. An answer says of an item whether its race was run to the end."""
 
     def __init__(self, item_set: ItemSet, n: int, *, end_token: int, **options: Unpack[DrawingOptions]) -> None:
         """Raises ValueError if n, width or max_passes is less than 1, or the temperature not above 0.
 
-        end_token: the end of an item counts in its probability, as without it an item that is the beginning of another
-        one would count twice.
+        end_token: counts in an item's probability: else an item that is the beginning of another would count twice.
         """
         temperature, self._width = options.get("temperature", 1.0), options.get("width")
         check_positive(n=n, width=self._width, max_passes=options.get("max_passes"))
@@ -96,18 +87,16 @@ class Drawing(Rounds):
         return self._keys.view(np.int64).tolist(), self._k
 
     def begin_with(self, known: Mapping[int, Sequence[Item]], passes: int, rounds: int) -> Found | None:
-        """Take over the results of `beams.Beams`, before the first round: all items of some races, by number. The
-        others begin again, with the same result. passes, rounds: what those took.
+        """Take over all items of some races, by number, before the first round, and what they took of `beams.Beams`.
 
-        Returns the result if nothing is left to do, and something was drawn.
+        The others begin again, with the same result. Returns that if nothing is left to do, and something was drawn.
         """
         self._known, self._before = known, (passes, rounds)
         return self.result if len(known) == len(self._races) and any(known.values()) else None
 
     @property
     def result(self) -> Found:
-        """Return the draws: no items if all of the set has a probability of zero. Raises CutOffError if the passes
-        ended before the draws did, and if they may not be approximate."""
+        """Return the draws, none if the whole set has probability zero. Raises CutOffError: see `DrawingOptions`."""
         cut = any(i not in self._known and not race.over for i, race in enumerate(self._races))
         if cut and not self._approximate:
             raise CutOffError(f"the draws need more than {self._taken} passes")
@@ -173,8 +162,7 @@ class Race:
         return int(self.heap["node"][0])
 
     def run(self, tree: ScoredTree, known_only: bool = False) -> bool:
-        """Run until an unscored node is next; return whether the race is over. known_only: as if nothing were below
-        such nodes."""
+        """Run until an unscored node is next; return whether the race is over. known_only: pass over such nodes."""
         while not self.over:
             self.heap, self.size, is_item = _run(*tree.arrays, self.heap, self.size, known_only)
             if is_item:
@@ -321,8 +309,7 @@ def log_exponential(bits):  # type: ignore[no-untyped-def]
 
 @compiled
 def time_outside(key, total):  # type: ignore[no-untyped-def]
-    """Return the time of what lies outside the set, which has what a total of shares leaves: 1 or, by a rounding, more
-    leaves nothing."""
+    """Return the time of what lies outside the set, whose share is what `total` leaves of 1: nothing of 1 or more."""
     return log_exponential(mixed(key, NOBODY)) - (math.log1p(-total) if total < 1 else -math.inf)
 
 

@@ -21,8 +21,7 @@ from itemset.ranking.search import Found, Item, Rounds, check_positive
 
 
 class Importance(Rounds):
-    """Draws of items by importance. Score `passes`, give the answers to `take`, until there are none; then read
-    `result`. All draws share the passes; a round scores what each waits for."""
+    """Draws of items by importance, all of which share the passes: a round scores what each waits for."""
 
     def __init__(
         self, item_set: ItemSet, n: int, *, end_token: int, candidates: int, seed: int | None = None,
@@ -30,8 +29,7 @@ class Importance(Rounds):
     ) -> None:  # fmt: skip
         """Raises ValueError if n, candidates or max_passes is less than 1.
 
-        candidates: how many are sampled at most before a pool of as many is. max_passes: after these, `result` raises
-        CutOffError.
+        candidates: sampled at most before a pool of as many is. max_passes: after these, `result` raises CutOffError.
         """
         check_positive(n=n, candidates=candidates, max_passes=max_passes)
         super().__init__(ScoredTree(item_set, end_token=end_token), max_passes)
@@ -40,11 +38,10 @@ class Importance(Rounds):
 
     @property
     def result(self) -> Found:
-        """Return what was drawn, in order. Raises CutOffError if the passes ended before the draws did. An item is
-        missing if the pool of its draw had a weight of zero.
+        """Return what was drawn, in order. Raises CutOffError if the passes ended before the draws did.
 
-        Of each item an answer says its weight, whether it was accepted, else it was taken from a pool, and how many
-        candidates were sampled, the pool's included.
+        An item is missing if the pool of its draw had a weight of zero. An answer says an item's weight, whether it was
+        accepted, not taken from a pool, and how many candidates were sampled, the pool's included.
         """
         if not all(draw.over for draw in self._draws):
             raise CutOffError(f"the draws need more than {self._taken} passes")
@@ -76,25 +73,24 @@ class Importance(Rounds):
 
 @dataclass
 class _Candidate:
-    """A walk from the root: its node, the logarithm of its weight, and how many random numbers it has taken."""
+    """A walk from the root."""
 
     key: np.uint64
     node: int = ROOT
-    weight: float = 0.0
-    used: int = 0
+    weight: float = 0.0  # its logarithm
+    used: int = 0  # random numbers that it has taken
 
 
 @dataclass
 class _Draw:
-    """One draw. number: candidates that were begun; the last `limit` of twice as many are the pool. taken: the one that
-    was accepted, or else taken from the pool."""
+    """One draw."""
 
     key: np.uint64
     limit: int
-    number: int = 0
+    number: int = 0  # candidates that were begun; the last `limit` of twice as many are the pool
     under_way: list[_Candidate] = field(default_factory=list)
     over: bool = False
-    taken: _Candidate | None = None
+    taken: _Candidate | None = None  # the one that was `accepted`, or else taken from the pool
     accepted: bool = False
 
     def run(self, walk: Callable[[_Candidate], int]) -> list[int]:

@@ -1,8 +1,7 @@
 """The beams of an engine that decodes one token of each row a pass: tails take a token a pass too.
 
-The lists are those of `Beams`, and so of `search.Search`: an item that stands alone is never pruned on its tail. It
-gets a row of its own beside the beams, for as long as its tail lasts. Draws need no such rows: what they prune, they
-know.
+The lists are those of `Beams`: an item that stands alone is never pruned on its tail. While its tail lasts, it has a
+row of its own beside the beams. Draws need no such rows: what they prune, they know.
 """
 
 from collections.abc import Sequence
@@ -25,8 +24,7 @@ def rows_of_passes(
 ) -> tuple[int, ...]:
     """Return how many rows each pass after the prompt's has at most: beams, and tails that ride along.
 
-    end_token: None if ends cost nothing; then nobody passes what is complete to the model. races: how many;
-    the rows are those of all of them.
+    end_token: None if ends cost nothing; then nothing complete is passed on. races: how many share the rows.
     """
     items = items_of(end_token, renormalised)
     counts, beams, groups = list[int](), 1, list[tuple[int, int]]()
@@ -82,8 +80,7 @@ class Lockstep(Beams):
 
     @property
     def parents(self) -> Tensor:
-        """Return the row in the pass before that each row continues, [rows] int64: of lists, the row of the same list.
-        After the prompt's pass it is 0."""
+        """Return the row of the pass before that each row continues, [rows] int64: of lists, the row of its list."""
         parents = super().parents
         if self._races and self.taken > 1:
             parents = parents * self.lists + torch.arange(self.lists, device=parents.device)[:, None]

@@ -20,8 +20,7 @@ from itemset.trie.walk import END, TAIL, advance, follow, is_alive, is_terminal,
 
 
 class Pass(NamedTuple):
-    """One forward pass over the prompt and `tokens` of an item. It gives the log-probabilities of `tokens[known:]`,
-    each after the tokens before it, and those of `after` after all of them."""
+    """One forward pass over the prompt and `tokens` of an item, whose answer is an `Answer`."""
 
     tokens: tuple[int, ...]
     known: int
@@ -29,15 +28,15 @@ class Pass(NamedTuple):
 
 
 Answer = tuple[NDArray[Any], NDArray[Any]]
-"""Of a pass: the log-probabilities of `tokens[known:]`, [len(tokens) - known], and of `after`."""
+"""The log-probabilities of a pass's `tokens[known:]`, each after those before it, and of `after`, after all of them."""
 
 UNSCORED, PENDING, ITEM = -1, -2, -3  # in place of a node's expansion; PENDING: its pass is asked for
 ROOT = 0
 SELF = -1  # in place of an edge: the item that ends where its node's parent does
 
 NODE = np.dtype([("mass", "f8"), ("edge", "i4"), ("parent", "i4"), ("token", "i4"), ("expansion", "i4")])
-"""A prefix or an item. mass: its log-probability times the tree's power. edge: of the trie, to it from its parent.
-parent: the expansion whose child it is. token: of the edge; of SELF the end token. expansion: its own, or a state."""
+"""A prefix or an item. mass: its log-probability times the tree's power. edge, token: of the trie, to it; of SELF the
+end token. parent: the expansion whose child it is. expansion: its own, or a state."""
 EXPANSION = np.dtype([("mass", "f8"), ("first", "i4"), ("count", "i4"), ("run", "i4"), ("length", "i4")])
 """A scored prefix. mass: with the tokens after it that are certain. first, count: its children, side by side, those of
 probability zero omitted. run, length: its certain tokens, in `runs`."""
@@ -81,9 +80,8 @@ class ScoredTree:
         """power: at least 1, or masses would be no bounds, unless the set's potentials make them so. end_token: None if
         the end of an item is not scored. renormalised: a token's probability is its share among those that may stand
         there, so that tails cost nothing. forced: tokens without an alternative in the set are certain, too. boost:
-        what the set's potentials (`trie.potential`) count, which are added to masses. normalise_length: an item's
-        log-probability is divided by its tokens, those that are scored, to this power; a prefix's by those of the
-        longest item below it.
+        what the set's potentials count, which are added to masses. normalise_length: the power of an item's scored
+        tokens that divides its log-probability; a prefix's is divided by that of the longest item below it.
         """
         self._item_set, self.boost = item_set, boost * item_set.is_steered
         self._tables, self._power, self.length = item_set.trie.tables, power, float(normalise_length)
@@ -201,8 +199,7 @@ class ScoredTree:
     def _read(
         self, edges: NDArray[np.int32], forced: bool
     ) -> tuple[NDArray[np.int64], list[tuple[int, ...]], NDArray[np.int64]]:
-        """Return the state after each edge and the tokens that are certain after it, all of these tokens, and the last
-        edge on the way."""
+        """Return the state after each edge and its certain tokens, these tokens, and the last edge on the way."""
         states, lengths, flat, lasts = _read_edges(self._tables.pointers, np.ascontiguousarray(edges), forced)
         ends, tokens = np.cumsum(lengths).tolist(), flat.tolist()
         return states, [tuple(tokens[end - n : end]) for end, n in zip(ends, lengths.tolist(), strict=True)], lasts
@@ -219,8 +216,7 @@ class ScoredTree:
 
 @compiled
 def _read_edges(tables, edges, forced):  # type: ignore[no-untyped-def]
-    """Return, of each edge: the state after its token and those that are certain after it, how many these are, the
-    tokens of all, side by side, and the last edge on the way. SELF: of what follows the root."""
+    """Do `ScoredTree._read`, with how many certain tokens there are, and these side by side. SELF: after the root."""
     states, lengths = np.empty(len(edges), np.int64), np.empty(len(edges), np.int64)
     lasts = np.empty(len(edges), np.int64)
     tokens, size = np.empty(8 * len(edges) + 8, np.int64), 0
@@ -275,8 +271,8 @@ def _of_children(tables, heights, boost, parents, lasts, states, counts, edges):
 
 @compiled
 def _children(tables, states, end_token):  # type: ignore[no-untyped-def]
-    """Return how many children each state has, and the edges of all, side by side: the last is SELF if an item ends
-    there. Then how many of these are scored, all but SELF if the end token is -1, and their tokens."""
+    """Return how many children each state has, and all edges, those of a state with SELF last if an item ends there;
+    then how many of each are scored, all but SELF if the end token is -1, and their tokens."""
     room = len(states)
     for state in states:
         if state < tables.nodes:

@@ -35,27 +35,21 @@ def widest(width: Width) -> int:
 
 
 class Item(NamedTuple):
-    """An item that was found: its tokens without the end token, and its score: its log-probability, with its end
-    token's if that is scored, and its boost in a list. about: what an answer says of it besides."""
+    """An item that was found."""
 
-    tokens: tuple[int, ...]
-    score: float
-    about: Mapping[str, Any] = MappingProxyType({})
+    tokens: tuple[int, ...]  # without the end token
+    score: float  # its log-probability, with its end token's if that is scored, and in a list its boost
+    about: Mapping[str, Any] = MappingProxyType({})  # what an answer says of it besides
 
 
 class Found(NamedTuple):
-    """The result of rounds: a list, best first, without an item twice, or draws in their order. passes, rounds: what it
-    took.
+    """The result of rounds."""
 
-    proven: of a list, whether no other item of the set can score higher than its last one; None for draws.
-    open: the most that items of unscored prefixes may have of the distribution, if draws are approximate; else 0.
-    """
-
-    items: list[Item]
-    passes: int
+    items: list[Item]  # a list, best first, without an item twice, or draws in their order
+    passes: int  # that it took
     rounds: int
-    proven: bool | None = None
-    open: float = 0.0
+    proven: bool | None = None  # of a list: no other item of the set can score higher than its last one
+    open: float = 0.0  # of approximate draws: the most that unscored items may have of the distribution
 
     def of_item(self, i: int) -> dict[str, Any]:
         """Return an answer's fields for one item."""
@@ -70,8 +64,7 @@ class Found(NamedTuple):
 
 
 class Rounds(ABC):
-    """A search of a tree by rounds of passes. Score `passes`, give the answers to `take`, until there are none; then
-    read `result`."""
+    """A search by rounds. Score `passes`, give the answers to `take`, until there are none; then read `result`."""
 
     def __init__(self, tree: ScoredTree, max_passes: int | None) -> None:
         self.tree, self._max_passes, self._taken, self._rounds = tree, max_passes or sys.maxsize, 0, 0
@@ -121,8 +114,7 @@ def check_widths(width: Width) -> None:
 
 
 def of_items(item_set: ItemSet, items: Sequence[Sequence[int]], names: Sequence[str]) -> list[dict[str, Any]]:
-    """Return what a set says of items: the key and all keys. With names, also the attributes of the key, and of each of
-    several keys."""
+    """Return what a set says of items: the key, all keys and, with names, the attributes of the key, or of each key."""
     told: list[dict[str, Any]] = [{"key": keys[0], "keys": keys} for keys in item_set.keys_of(items)]
     for one, each in zip(told, item_set.attributes_of(items, names), strict=True) if names else ():
         one |= {"attributes": each[0]} | ({"keys_attributes": each} if len(each) > 1 else {})
@@ -147,9 +139,8 @@ def described(
 class Search(Rounds):
     """The search for the `k` best items.
 
-    A token's log-probability is never positive, so a prefix scores at least as high as everything below it. Items of
-    probability zero are never found. Equal scores are ordered by tokens; of items that tie for the last place, the one
-    found first stays.
+    A prefix scores at least as high as everything below it. Items of probability zero are never found. Equal scores
+    are ordered by tokens; of items that tie for the last place, the one found first stays.
     """
 
     def __init__(
@@ -235,10 +226,9 @@ class Search(Rounds):
 
 
 class TokenScores(Rounds):
-    """log p and log q of each token of items that are known already, such as those of a list, in one round of passes: a
-    list's search has the sums alone, and a trainer needs each token's. Prefixes that items share are scored once.
+    """log p and log q of each token of known items, of which a list's search has the sums alone: in one round.
 
-    Its `result` is itself.
+    Prefixes that items share are scored once. Its `result` is itself.
 
     items: of each item log p and log q, of its end token too, [tokens + 1] floats each, once the round is taken.
     """
@@ -284,10 +274,7 @@ class TokenScores(Rounds):
 
 
 def ordered(items: Sequence[tuple[tuple[int, ...], float]], scores: NDArray[np.float64] | None = None) -> list[Item]:
-    """Return items, given as tokens and log-probability, best first; equal scores are ordered by tokens.
-
-    scores: [items] float64; the log-probabilities if None.
-    """
+    """Return items best first, equal ones by tokens. scores: [items] float64, the log-probabilities if None."""
     each = [log for _, log in items] if scores is None else scores.tolist()
     ranked = (Item(tokens, score, {"logprob": log}) for (tokens, log), score in zip(items, each, strict=True))
     return sorted(ranked, key=lambda one: (-one.score, one.tokens))

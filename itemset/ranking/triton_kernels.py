@@ -3,9 +3,8 @@
 A program reads the logits of one query token, looks at what follows one beam or at some children of one list, or
 follows one edge: a round costs what its logits and its children cost. No launch depends on what a tensor holds.
 
-A kernel has one form for all sizes, strides and addresses, so that none is compiled in a step: an engine pads the rows
-of its logits or does not, and parts of them begin anywhere. Only what reads whole rows has two, for rows that all begin
-at a multiple of 16 bytes and for others.
+A kernel has one form for all sizes, strides and addresses, which engines vary, so that none is compiled in a step. Only
+what reads whole rows has two, for rows that all begin at a multiple of 16 bytes and for others.
 """
 
 import struct

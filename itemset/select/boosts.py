@@ -43,10 +43,8 @@ def check_size(item_set: ItemSet, scale: float = 1.0) -> None:
 
 
 def of_keys(item_set: ItemSet, boost: Mapping[str, Any]) -> NDArray[np.float64]:
-    """Return what the attributes of each key add up to: [keys].
+    """Return what the attributes of each key add up to: [keys]. boost: as for `views.view`.
 
-    boost: of attributes, what a unit of each adds to a score, for its numbers, dates (in days since 1970) and bools (1
-        or 0); a missing value adds 0.
     Raises ItemSetError: an attribute that there is not, or that is no number, or a weight that is no finite number.
     """
     of, at = item_set.whole.rows_of or (item_set.whole, None)

@@ -271,12 +271,10 @@ def _compared(operator: str, value: Any, kind: Any) -> Compare:
 
 
 def _one_of(values: list[Any], kind: Any) -> Compare:
-    if len(values) > _FEW:
+    if not 0 < len(values) <= _FEW:
         given = pa.array(values, kind)
         return lambda array: are_among(array, given)
     scalars = [pa.scalar(value, kind) for value in values]
-    if not scalars:
-        return lambda array: np.zeros(len(array), np.bool_)
     return lambda array: bools(functools.reduce(pc.or_, (pc.equal(array, scalar) for scalar in scalars)))
 
 

@@ -63,10 +63,7 @@ class TextIndex:
         self.nbytes = self._texts.values.nbytes + self._texts._index.nbytes
 
     def numbers_in(self, text: str) -> NDArray[np.int64]:
-        """Return the numbers of the items whose words stand in a text, one after another.
-
-        Raises ItemSetError for a text of more than MOST_WORDS.
-        """
+        """Return the numbers of the items whose words stand in a text. Raises ItemSetError above MOST_WORDS."""
         words, found = words_of(text), [np.zeros(0, np.int64)]
         if len(words) > MOST_WORDS:
             raise ItemSetError(f"the prompt has {len(words):,} words, the limit is {MOST_WORDS:,}: send keys instead")

@@ -27,8 +27,7 @@ from itemset.trie.view import bits_of, dead_of
 class View(ItemSet):
     """A set without the items that a filter or a list omits. The others keep their numbers.
 
-    base: the set, or the view, whose tables these are. own: the arrays that replace some of them: `alive`, `terminal`
-    and `dead` of `trie.tables.Tables`. shortest, longest, level_plan and token_ids are the base's.
+    base: the set, or the view, whose tables these are. own: the arrays of `Tables` that replace some of them.
     """
 
     def __init__(
@@ -36,12 +35,8 @@ class View(ItemSet):
         digest: str | None = None,
     ) -> None:  # fmt: skip
         """keys: those that pass; the base's if nobody asks this object for keys."""
-        super().__init__(
-            replace(base.trie, tables=replace(base.trie.tables, **own), items=items),  # type: ignore[arg-type]
-            keys or base._keys,
-            base._origin,
-            digest=digest,
-        )
+        trie = replace(base.trie, tables=replace(base.trie.tables, **own), items=items)  # type: ignore[arg-type]
+        super().__init__(trie, keys or base._keys, base._origin, digest=digest)
         self.base, self.own = base, own
 
     @property
@@ -94,9 +89,9 @@ def view(
     boost: by attribute, what a unit of it adds to a log-probability: of numbers, bools, and dates in days since 1970; a
         missing value adds 0. boost_keys: by key, what it adds. An item with several keys has the largest sum of those
         that pass.
-    A filter costs one pass over the attributes and one over the edges, and a bit an edge. Exclusions cost what they
-    are long. `only_keys` gives a small set of its own, without attributes but for `attributes_of`. A
-    boost by attributes costs a pass over the edges and 4 bytes an edge, one by keys what it is long.
+    A filter costs a pass over the attributes and one over the edges, and a bit an edge; a boost by attributes 4 bytes
+    an edge; exclusions and boosts by keys what they are long. `only_keys` gives a small set of its own, without
+    attributes but for `attributes_of`.
     Raises ItemSetError: a malformed query, keys of another type, or no item is left, with what each condition leaves;
     an attribute that is no number; boosts of a set that has some, or that change a score by more than `boosts.MOST`.
     """
@@ -130,8 +125,7 @@ def view(
 def view_from_bytes(base: ItemSet, data: bytes, name: str = "the view", *, keys: Keys | None = None) -> ItemSet:
     """Open what `to_bytes` of a part of this set wrote. Raises ItemSetError if the bytes are damaged.
 
-    base: the set or the view that it was made of. keys: those that pass; without them the view can be walked, and not
-    be asked for keys.
+    base: the set or the view that it was made of. keys: those that pass; without them it cannot be asked for keys.
     """
     header, arrays = index_file.parse(data, name)
     if "labels" in arrays:
@@ -166,10 +160,9 @@ def boosts_come_first(item_set: ItemSet, exclude_keys: Any, only_keys: Any) -> b
 
 
 def boosted(base: ItemSet, boost: Mapping[str, float], keyed: Placed) -> ItemSet:
-    """Return the set or view with a potential of each edge. boost: as for `view`. keyed: of its `by_place`. Raises as
-    `of_keys`.
+    """Return the set or view with a potential of each edge; of a set that `only` has made, such a set.
 
-    Of a set that `only` has made, it is such a set.
+    boost: as for `view`. keyed: of its `by_place`. Raises as `of_keys`.
     """
     sums, starts, whole = of_keys(base, boost), base.key_starts, base.whole
     places, added = keyed
@@ -184,8 +177,7 @@ def boosted(base: ItemSet, boost: Mapping[str, float], keyed: Placed) -> ItemSet
 def tempered(base: ItemSet, temperature: float, boost: float = 1.0) -> ItemSet:
     """Return the set or view with potentials for draws at a temperature above 1, in place of its boosts.
 
-    boost: what these are multiplied by. It costs what boosts by attributes cost, and of a set with boosts a look-up an
-        item.
+    boost: what these are multiplied by. It costs what boosts by attributes cost, and with boosts a look-up an item.
     """
     tables, whole = base.trie.tables, base.whole
     values = np.zeros(len(whole), np.float32)
@@ -210,8 +202,7 @@ def _with_potential(base: ItemSet, found: NDArray[np.uint32]) -> ItemSet:
 
 
 def boosted_by_keys(base: ItemSet, keyed: Placed) -> ItemSet:
-    """Return the set or view with the potentials of a few items, in time and memory in proportion to these. keyed: as
-    for `boosted`."""
+    """Return the set or view with potentials of a few items, at a cost in proportion. keyed: as for `boosted`."""
     if base.rows_of is not None:  # a small set of its own
         return boosted(base, {}, keyed)
     places, values = keyed
@@ -235,8 +226,7 @@ def boosted_by_keys(base: ItemSet, keyed: Placed) -> ItemSet:
 def without(base: ItemSet, places: NDArray[np.int64]) -> ItemSet:
     """Return the set without these keys, given by their places in `keys`: ascending and distinct, all of which pass.
 
-    It stands on the set or on a filter of it, never on other exclusions: a view is at most two above its whole set.
-    Raises ItemSetError if no item is left.
+    It never stands on other exclusions: a view is at most two above its whole set. Raises ItemSetError if it is empty.
     """
     if not len(places):
         return base
@@ -259,10 +249,7 @@ def without(base: ItemSet, places: NDArray[np.int64]) -> ItemSet:
 
 
 def only(base: ItemSet, places: NDArray[np.int64]) -> ItemSet:
-    """Return a set of its own of the items with these keys, given by their places in `keys`, each of which passes.
-
-    Not of a set that has boosts.
-    """
+    """Return a set of its own of the items with the keys at these places, which pass. Not of a set with boosts."""
     _refuse_steered(base)
     whole, numbers = base.whole, base._keys.owners(places)
     rows = items_at(whole.trie.tables, numbers, whole.longest)

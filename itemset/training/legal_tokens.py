@@ -1,7 +1,4 @@
-"""Which tokens a set allowed at each place of a batch: what a mask was in the rollout is a function of (set, prefix).
-
-So nothing but the token ids has to come from the rollout: the trainer walks the same trie.
-"""
+"""Which tokens a set allowed at each place of a batch. A trainer walks the same trie, and needs the token ids alone."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,10 +21,7 @@ _PLACES = 256  # whose logits are computed in one product
 
 @dataclass(frozen=True)
 class LegalTokens:
-    """The legal tokens of a batch of token ids [B, T]: those of one place after the other, with no room between them.
-
-    All on the CPU, int64: a collator may make it in a process of its own.
-    """
+    """The legal tokens of a batch of ids [B, T], place after place. On the CPU, int64: for collators' processes."""
 
     shape: tuple[int, int]  # (B, T)
     places: Tensor  # [R], which of the B * T places have a constraint, ascending

@@ -46,7 +46,10 @@ class OfLogits(torch.autograd.Function):
     def backward(ctx: Any, of_values: Tensor | None, of_whole: Tensor | None) -> Any:
         logits, cells = ctx.saved_tensors
         flat = logits.reshape(-1, logits.shape[-1])
-        grad = _zeros_like(flat)
+        if flat.device.type == "cpu":  # in pages, large ones if the system has them, that are made where one writes
+            grad = torch.from_numpy(np.zeros(flat.nbytes, np.uint8)).view(flat.dtype).view(flat.shape)
+        else:
+            grad = torch.zeros_like(flat)
         if of_whole is not None:
             factor = of_whole[:, None] / ctx.temperature
             for own, at in _parts(ctx.legal.places, flat):  # `softmax` is one pass where sub and exp are two
@@ -54,13 +57,6 @@ class OfLogits(torch.autograd.Function):
         if of_values is not None:
             grad.view(-1)[cells] += (of_values / ctx.temperature).to(grad.dtype)  # no cell is there twice
         return grad.view_as(logits), None, None, None
-
-
-def _zeros_like(flat: Tensor) -> Tensor:
-    """Return zeros; on a CPU in pages, large ones if the system has them, that are made where something is written."""
-    if flat.device.type != "cpu":
-        return torch.zeros_like(flat)
-    return torch.from_numpy(np.zeros(flat.nbytes, np.uint8)).view(flat.dtype).view(flat.shape)
 
 
 def _tempered(logits: Tensor, temperature: float) -> Tensor:

@@ -1,8 +1,7 @@
 """A model's own distribution over the legal tokens of a batch, and what trainers ask of it, in one call each.
 
 A rollout inside a set draws token t with q(t) = p(t) / m: p is the model's probability and m that of all legal tokens.
-So log p = log q + log m. `ids` are what `legal_tokens` takes, with the set and the rest; or what it has returned, so
-that a batch is walked once, however often it is used.
+So log p = log q + log m. `ids` are what `legal_tokens` takes, or what it has returned: then a batch is walked once.
 """
 
 from collections.abc import Sequence
@@ -102,8 +101,7 @@ def legal_log_probs(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Return log q and log m of the ids, [B, T] each; 0 where there is no constraint. Their sum is log p.
 
-    logits: [B, T, V]; those at [b, t] predict id t. temperature: the rollout's.
-    mass: if False, log m is None, and only the legal tokens' logits are read.
+    logits, mass: as of `LegalPolicy.of_logits`; without `mass` log m is None. temperature: the rollout's.
     """
     policy = LegalPolicy.of_logits(logits, _legal(ids, item_set, walked), temperature=temperature, mass=mass)
     return policy.log_probs, policy.log_mass if mass else None
@@ -113,10 +111,7 @@ def legal_log_probs_of_hidden(
     hidden: Tensor, head_weight: Tensor, ids: Tensor | LegalTokens, item_set: Sets = None, *, temperature: float = 1.0,
     mass: bool = True, **walked: Unpack[Walked],
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Do `legal_log_probs` from hidden states [B, T, d] and the head's matrix [V, d], without any [B, T, V].
-
-    mass: if False, the other tokens' rows of the head are not used at all.
-    """
+    """Do `legal_log_probs` from hidden states [B, T, d] and the head's matrix [V, d], as `LegalPolicy.of_hidden`."""
     legal = _legal(ids, item_set, walked)
     policy = LegalPolicy.of_hidden(hidden, head_weight, legal, temperature=temperature, mass=mass)
     return policy.log_probs, policy.log_mass if mass else None
@@ -128,8 +123,7 @@ def legal_cross_entropy(
 ) -> Tensor:  # fmt: skip
     """Return the mean over the places with a constraint of -(log q + mass_weight * log m), for supervised training.
 
-    mass_weight: 0 teaches the choice among the items alone, and the model may forget the set; 1 is the ordinary
-    cross-entropy.
+    mass_weight: 0 teaches the choice among items alone, and the model may forget the set; 1 is the usual cross-entropy.
     """
     legal = _legal(ids, item_set, walked)
     log_q, log_mass = legal_log_probs(logits, legal, mass=mass_weight != 0)

@@ -1,7 +1,7 @@
 """Attributes: typed columns beside the keys, a row for each key, in the index file as one Arrow stream.
 
-Texts with few distinct values are numbers into a dictionary there, so that a filter compares the dictionary's few texts
-and takes the rest by number. The stream's batches lie in the mapped file: reading copies nothing.
+Texts with few distinct values are numbers into a dictionary, whose few texts alone a filter compares. The stream's
+batches lie in the mapped file: reading copies nothing.
 """
 
 from collections.abc import Sequence
@@ -51,8 +51,7 @@ _CALLED = (
 def as_attributes(given: Any, rows: int) -> pa.Table:
     """Return a table of the types that are stored, before texts become numbers. given: a table, or columns by name.
 
-    Raises ItemSetError: not a table of this many rows, a name that is empty, double or begins with $, or a type that is
-    not stored.
+    Raises ItemSetError: no table of this many rows, a name that is empty, double or begins with $, an unknown type.
     """
     table = _table(given)
     if len(table) != rows:
@@ -267,8 +266,7 @@ def _is_stored(kind: Any) -> bool:
 
 
 def rows_at(table: pa.Table, places: NDArray[Any]) -> list[dict[str, Any]]:
-    """Return the attributes in these rows, by name, as JSON has them: dates and times are ISO strings, and what is
-    missing or no finite number is None."""
+    """Return these rows' attributes by name, as JSON has them: ISO dates and times, None if missing or not finite."""
     if not table.column_names:
         return [{} for _ in places]
     batches = table.to_batches()
@@ -312,11 +310,7 @@ def to_section(table: pa.Table, order: NDArray[Any]) -> NDArray[np.uint8]:
 
 
 def from_section(section: NDArray[np.uint8] | None, rows: int) -> pa.Table:
-    """Return the table over the section's own memory: no columns if there is none.
-
-    Everything in it is checked, which reads it once: what a filter computes with it then stays inside. Raises
-    ItemSetError if it is damaged.
-    """
+    """Return the table over the section's own memory, all of it checked. Raises ItemSetError if it is damaged."""
     if section is None:
         return pa.table({"none": pa.nulls(rows)}).select([])
     try:

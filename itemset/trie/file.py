@@ -1,8 +1,7 @@
 """The index file: a checked prelude, a header that describes itself, then raw aligned arrays.
 
-Prelude, 32 bytes: magic (8), format version (uint32), header length (uint32), file length (uint64), CRC-32 of the
-header and of the prelude up to here (uint32), zero (uint32). The header is JSON, padded to a multiple of 64 bytes. All
-numbers are little-endian.
+Prelude, 32 bytes, little-endian: magic (8), format version (uint32), header length (uint32), file length (uint64),
+CRC-32 of the header and of the prelude up to here (uint32), zero (uint32). Header: JSON, padded to 64 bytes.
 """
 
 import errno
@@ -94,10 +93,7 @@ def to_bytes(header: Header, arrays: dict[str, NDArray[Any]]) -> bytes:
 
 
 def write(path: str | os.PathLike[str], header: Header, arrays: dict[str, NDArray[Any]]) -> None:
-    """Write the file under a temporary name, and put it in place at once: what a kill leaves, the next one removes.
-
-    Raises ItemSetError if the folder is missing or not writable.
-    """
+    """Write a file as a whole or not at all. Raises ItemSetError if the folder is missing or not writable."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -113,10 +109,7 @@ def write(path: str | os.PathLike[str], header: Header, arrays: dict[str, NDArra
 
 
 def open_file(path: str | os.PathLike[str]) -> BinaryIO:
-    """Open an index file for reading; one under a URI is fetched before, into a file without a name.
-
-    Raises ItemSetError: no such file, a directory or a pipe, or not readable.
-    """
+    """Open an index file; of a URI, a nameless copy. Raises ItemSetError: missing, no plain file, or not readable."""
     if is_uri(path):
         return fetched(path)
     try:

@@ -69,10 +69,7 @@ class Keys:
         return np.searchsorted(self.starts, places.astype(np.uint32), side="right") - 1  # other types would copy it
 
     def places_of(self, given: KeyList) -> NDArray[np.int64]:
-        """Return every place in `values` of these keys, ascending. A key that is not there has none.
-
-        Raises ItemSetError for keys of another type, or for one key in place of a list.
-        """
+        """Return every place of these keys, ascending. Raises ItemSetError for what is no list of their type."""
         values = _as_keys_of(self.values, given)
         if not len(values):
             return np.zeros(0, np.int64)
@@ -159,10 +156,7 @@ class Keys:
 def in_item_order(
     members: NDArray[Any], starts: NDArray[np.uint32] | None
 ) -> tuple[NDArray[Any], NDArray[np.uint32] | None]:
-    """Return the place of each key of these groups, one group after the other, and where each group's begin.
-
-    members: numbers of groups. starts: where each group begins, and the end of the last; None if each is one key.
-    """
+    """Return the place of each key of these items, item after item, and where each begins. starts: as of `Keys`."""
     if starts is None:
         return members, None
     first, counts = starts[members], starts[members + 1] - starts[members]
@@ -227,10 +221,7 @@ _TABLE = 1 << 20  # entries that a table of integers may always have
 
 
 def are_among(array: pa.Array, values: pa.Array) -> NDArray[np.bool_]:
-    """Return which values of an array are among some of its type; a missing one is not.
-
-    Of integers that lie close together a table says it, which is several times faster than Arrow's `is_in`.
-    """
+    """Return which values are among some of their type, never a missing one; close integers by a table: it is fast."""
     if pa.types.is_integer(array.type) and len(values):
         low, high = pc.min_max(values).as_py().values()
         if high - low < max(_TABLE, 8 * len(array)):

@@ -1,8 +1,7 @@
 """What the host knows of a set's levels: how wide they are, and ready masks.
 
-With the widths, a search over a trie needs no shape from the device. A walk that masks by a node's children takes a
-time in proportion to them, and each request begins where they are most: for the nodes of the first levels, a ready mask
-is what may follow as a row of bits, which is copied, or applied, as fast wherever it comes from.
+With the widths, a search over a trie needs no shape from the device. A walk masks in a time in proportion to a node's
+children, which are most where each request begins: the first levels' nodes have ready masks, a bit for each token.
 """
 
 from dataclasses import dataclass
@@ -93,10 +92,10 @@ def _measure(tables, tail_tokens, edges, tails, tailed, low, high):  # type: ign
 
 
 def ready_masks(trie: Trie) -> NDArray[np.uint32]:
-    """Return the header and the rows of the first levels, as deep as a level has a node with more than WIDE children.
+    """Return a header and rows for all nodes down to the deepest level with a node of more than WIDE children, if any.
 
-    All nodes of a level have a row, or none: up to a share of the tables' bytes. Bit t of a row, counted from bit
-    32 * `first word` on, is set if a walk may take an edge with token t. Of a view, its own. Empty without such a node.
+    They take up to a share of the tables' bytes. Bit t of a row, counted from bit 32 * `first word` on, is set if a
+    walk may take an edge with token t, of a view its own.
     """
     tables, end, deepest = trie.tables, 0, 0
     most = max(0 if len(tables.alive) else trie.nbytes // _SHARE, _LEAST) // 4

@@ -22,10 +22,7 @@ def numbers_of(tables: Tables, whole: Tables, rows: Rows) -> NDArray[np.int64]:
 
 
 def items_at(tables: Tables, numbers: NDArray[np.int64], longest: int) -> Rows:
-    """Return the tokens of the items with these numbers, each 0 .. items - 1.
-
-    Raises ItemSetError if one has more than `longest` tokens, which only a damaged index does.
-    """
+    """Return the tokens of these items. Raises ItemSetError for more than `longest` tokens, of a damaged index."""
     tokens, offsets = _items_at(tables.pointers, tables.terminal_rank.ctypes.data, numbers, longest)
     lengths = np.diff(offsets)
     if lengths.max(initial=0) > longest:

@@ -1,8 +1,7 @@
 """The decorator of all compiled loops, and where a set's tables lie in memory, as these take them: plain integers.
 
-Numba counts references of arrays, and of a tuple of arrays that goes through helper functions it counts them at every
-edge: whole tables were read up to 93 times slower than so. Integers also are of one type, whatever the arrays are of
-and whether they are mapped from a file, so each loop is compiled once.
+Numba counts references of arrays, in helper functions at every edge: to read whole tables took up to 93 times as long.
+Integers also are of one type, whatever the arrays are of and wherever they lie, so each loop is compiled once.
 """
 
 from collections.abc import Callable, Collection
@@ -24,8 +23,7 @@ SOURCES = max(source.st_mtime_ns for source in _SOURCES), sum(source.st_size for
 def compiled(function: Callable[..., Any] | None = None, *, fastmath: Collection[str] = ()) -> Any:
     """Compile as `numba.njit(cache=True, nogil=True)` does, but again when any file of this package changes.
 
-    Numba looks at the function's own file only (numba/core/caching.py), and compiles functions of other files into it.
-    fastmath: LLVM's names for what its floats may do.
+    Numba looks at the function's own file only (numba/core/caching.py). fastmath: LLVM's names for what floats may do.
     """
     if function is None:
         return partial(compiled, fastmath=fastmath)

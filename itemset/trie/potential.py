@@ -36,8 +36,7 @@ def potentials(tables: Tables, whole: Tables, values: NDArray[np.float32], share
 
 
 def heights(tables: Tables) -> NDArray[np.uint16]:
-    """Return of each edge [edges] how many tokens the longest item has from there on. Of a view, those of the whole
-    set are bounds."""
+    """Return how many tokens the longest item has from each edge on: [edges]. Of a view, the whole set's are bounds."""
     out = np.empty(len(tables.labels), np.uint16)
     _measure(tables.pointers, out, np.empty(tables.pointers.nodes, np.uint16))
     return out

@@ -41,8 +41,7 @@ class Rows:
 
     @property
     def cells(self) -> tuple[int, int, NDArray[np.int64], int]:
-        """Return the tokens, which live as long as this does, for compiled loops: their address, the bytes of each, and
-        `layout`. So a loop is compiled once, not for each width."""
+        """Return the address of the tokens, which live as long as this does, the bytes of each, and `layout`."""
         return self.tokens.ctypes.data, self.tokens.itemsize, *self.layout
 
     @property
@@ -180,11 +179,7 @@ def sort_unique(rows: Rows) -> Distinct:
 
 
 def sort_order(rows: Rows) -> NDArray[np.uint32]:
-    """Return the positions of the rows in ascending order.
-
-    Rows are sorted by as many first tokens as fit in 64 bits beside the position; those that tie, by the next ones.
-    Equal ones stay in their order.
-    """
+    """Return the positions of the rows in ascending order, equal ones in theirs: by 64 bits of tokens at a time."""
     bits = (int(rows.tokens.max()) + 1).bit_length()
     longest = rows.longest
 
@@ -269,11 +264,7 @@ def common_prefixes(tokens, size, offsets, width, lcp):  # type: ignore[no-untyp
 
 @compiled
 def pack_keys(tokens, size, offsets, width, members, depth, count, bits, index_bits):  # type: ignore[no-untyped-def]
-    """Return a sort key for each member: [members] uint64.
-
-    It holds tokens depth .. depth + count, the first one highest, 0 after the item's end, and the member's own
-    position in the lowest `index_bits`.
-    """
+    """Return sort keys, uint64: `count` tokens from `depth` on, the first highest, 0 after the end; then positions."""
     keys, index_mask = np.empty(len(members), np.uint64), (np.uint64(1) << np.uint64(index_bits)) - np.uint64(1)
     for i in range(len(members)):
         start, end = bounds(offsets, width, np.int64(members[i]))

@@ -173,8 +173,7 @@ def allocate(
 ) -> tuple[Tables, NDArray[np.int64]]:
     """Return tables for what `count` has counted, and for each level where `fill` begins.
 
-    target_type: of `type_of_targets`. length: tokens of each item; only counted targets need it.
-    Raises ItemSetError as `build_trie`.
+    target_type: of `type_of_targets`. length: tokens of each item, if targets are counted. Raises as `build_trie`.
     """
     totals = per_level.sum(axis=1)
     nodes, edges, tail_tokens = (int(totals[i]) for i in (NODES, EDGES, TAIL_TOKENS))

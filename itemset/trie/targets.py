@@ -4,8 +4,8 @@ The edges that lead to nodes do so in the nodes' order, and the tails of the oth
 So how many of either come before an edge says where it leads. The type of `Tables.targets` tells how that is known:
 
 *counted* (64 bits), if all items have one length: `targets` has a bit for each edge, set if it is a leaf. `node_base`
-says how many nodes come before each block of 32 edges, and the bits before the edge in its block say the rest. All
-tails of a level have one length, so a product gives where a tail starts.
+says how many nodes come before each block of 32 edges, the bits in the block the rest. All tails of a level have one
+length, so a product gives where a tail starts.
 *stored* (16 or 32 bits), for items of any lengths: `targets` has a distance for each edge, from its block's bases.
 """
 
@@ -102,10 +102,7 @@ def _level_of(tables, edge):  # type: ignore[no-untyped-def]
 
 @compiled
 def _counted_tail(tables, at, edge):  # type: ignore[no-untyped-def]
-    """Return where the first tail starts of the edges from `edge` on, whose level's words begin at `at`.
-
-    What a damaged file makes of it is still no less than 0, and compared with the tails' size where they are read.
-    """
+    """Return where the first tail starts of the edges from `edge` on, whose level's words begin at `at`: 0 or more."""
     start = load32(tables.tail_base, at + START) | load32(tables.tail_base, at + START_HIGH) << 32
     leaves = edge - nodes_before(tables, edge)
     return (start + leaves * load32(tables.tail_base, at + LENGTH)) & (2 * MAX_TAIL_TOKENS - 1)

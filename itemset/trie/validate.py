@@ -16,10 +16,7 @@ _DTYPES = {"uint16", "uint32", "uint64"}
 
 
 def check_shapes(trie: Trie) -> None:
-    """Raise ValueError if an array lacks the type or length that the walks rely on, or a row leaves the edges.
-
-    Reads `row_offsets` and `terminal`, the smallest of the arrays.
-    """
+    """Raise ValueError if an array is not as walks rely on, or a row leaves the edges. Reads the smallest arrays."""
     tables, levels = trie.tables, len(trie.level_nodes)
     for holds, what in (
         (levels == len(trie.level_edges) > 0, f"{levels} levels of nodes, {len(trie.level_edges)} of edges"),
@@ -65,10 +62,7 @@ def _check_levels(trie: Trie) -> None:
 
 
 def check_items(trie: Trie) -> None:
-    """Raise ValueError unless the tables are a trie as `build_trie` makes it, and its counts are theirs.
-
-    Reads every tail once, and every edge twice. Each item then leads to its number, and back.
-    """
+    """Raise ValueError unless the tables are a trie of `build_trie` with these counts. Reads all of them."""
     if (extent := lengths_in_order(trie)) is None:
         raise ValueError("its tables are no trie")
     if extent != (trie.shortest, trie.longest):
@@ -83,7 +77,7 @@ def lengths_in_order(trie: Trie) -> tuple[int, int] | None:
 
 @compiled
 def _in_order(tables, tail_tokens, level_nodes, level_edges):  # type: ignore[no-untyped-def]
-    """Return the tokens of the shortest and of the longest item of a trie as `build_trie` makes it, 0 of any other.
+    """Do `lengths_in_order`, with 0, 0 for None.
 
     Labels ascend in their rows, none of which is empty. In the order of the edges, nodes count up from 1 and tails
     follow without gaps, and each block's bases say how far both have come. Items end at nodes but the root alone.

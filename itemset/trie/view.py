@@ -26,8 +26,8 @@ def bits_of(tables: Tables, lives: NDArray[np.bool_]) -> tuple[NDArray[np.uint32
 def dead_of(tables: Tables, whole: Tables, numbers: NDArray[np.int64]) -> NDArray[np.uint32]:
     """Return `Tables.dead` of a set or a view without the items of these numbers, ascending and distinct.
 
-    tables: of the set or the view; the items are among its own. whole: of the whole set. With no item left, the answer
-    holds all edges of the root. It takes a time in proportion to the numbers.
+    tables: of the set or the view; the items are among its own. whole: of the whole set. With no item left, it holds
+    all edges of the root. It takes a time in proportion to the numbers.
     """
     ends = np.empty(len(numbers), np.int64)
     _place_ends(tables.pointers, whole.pointers, whole.terminal_rank.ctypes.data, numbers, ends)
@@ -126,10 +126,9 @@ def _has_more(tables, node, entries):  # type: ignore[no-untyped-def]
 
 @compiled
 def leave_out(tables, path, depth):  # type: ignore[no-untyped-def]
-    """Return `Tables.dead` of a set or a view without an item, which is one of its own.
+    """Do `dead_of` for a single item, in microseconds. Reads neither labels nor targets.
 
-    What `dead_of` finds for a single item, in microseconds. path: [depth or more, 2] int64, the nodes that lead to the
-    item, root first, and the entry of `dead` in the row of each. Reads neither labels nor targets.
+    path: [depth or more, 2] int64, the nodes that lead to the item, root first, and the entry of `dead` in each row.
     """
     for level in range(depth - 1, -1, -1):
         node, entry = path[level, 0], path[level, 1]

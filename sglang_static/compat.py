@@ -18,7 +18,7 @@ from itemset.serving.config import BACKEND, from_environment
 from itemset.serving.constraint import after
 from itemset.serving.hooks import IMPORTED
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("sglang_static")
 
 SUPPORTED = ((0, 5, 23), (0, 5, 23))  # first and last version: those that `tests/contract.py` has passed
 BROKEN: tuple[str, ...] = ()  # among them and later

@@ -1,7 +1,6 @@
 """The front end: a request's item set is found, checked and attached to it before a scheduler sees it."""
 
 import json
-import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -23,11 +22,10 @@ from itemset.serving.front.request_fields import BEAMS, DRAWS, LIST, LIST_AFTER,
 from itemset.serving.front.sampler_limits import refuse_unsampled
 from itemset.serving.wire import WIRE, Tokens
 from sglang_static import compat
+from sglang_static.compat import logger
 from sglang_static.front import answers
 from sglang_static.front.list_requests import AFTER
 from sglang_static.front.request import OTHERS, asked, check_prompts, in_place, names_sets, prompts_of, wants_list
-
-logger = logging.getLogger(__name__)
 
 RESERVED = 2  # tokens that SGLang keeps of a context (managers/scheduler.py, init_req_max_new_tokens)
 

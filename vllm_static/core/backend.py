@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from vllm.config import VllmConfig
-from vllm.logger import init_logger
 from vllm.v1.request import Request
 from vllm.v1.structured_output.backend_types import (
     StructuredOutputBackend,
@@ -35,9 +34,8 @@ from itemset.serving.metrics import label
 from itemset.serving.warm_up import compile_all
 from itemset.serving.wire import WIRE, HolesSpec, SetRef, read
 from vllm_static import compat
+from vllm_static.compat import logger
 from vllm_static.core.device_path import DevicePath
-
-logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
 
 
 class StaticGrammar(StructuredOutputGrammar):

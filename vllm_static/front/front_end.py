@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from vllm.config import VllmConfig
-from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar
 
@@ -24,11 +23,10 @@ from itemset.serving.front.request_fields import BEAMS, REFERENCE, ListOptions
 from itemset.serving.front.sampler_limits import PARAMETERS, refuse_unsampled
 from itemset.serving.wire import WIRE, EngineRequest, Tokens
 from vllm_static import compat
+from vllm_static.compat import logger
 from vllm_static.front.engine_lists import EngineLists
 from vllm_static.front.request import names_sets
 from vllm_static.metrics import ROLLOUT
-
-logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
 
 AFTER = 1  # of the context: a request that scores an item must sample a token; in V2 it holds the end token besides
 PATIENCE = 1.0  # seconds after which a front end checks that the engine is still there

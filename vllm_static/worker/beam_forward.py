@@ -14,15 +14,13 @@ import torch
 from torch import Tensor
 from vllm.config.compilation import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor, set_forward_context
-from vllm.logger import init_logger
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 
 from itemset.serving.wire import MOST_LOGITS
+from vllm_static.compat import logger
 from vllm_static.worker import beam_attention
 from vllm_static.worker.beam_kv import BeamKV, BeamMetadata, Prompt
-
-logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
 
 
 def try_out(runner: Any, first_block: int) -> str | None:

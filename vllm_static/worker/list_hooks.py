@@ -4,13 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-from vllm.logger import init_logger
 
 from vllm_static import compat
 from vllm_static.compat import hook
 from vllm_static.worker.beam_kv import Room
-
-logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
 
 LISTS = "Checked where ranked lists are made inside a step"  # time of an install
 _LISTS = "static_lists"

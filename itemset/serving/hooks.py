@@ -248,6 +248,16 @@ def _trial(engine: str, installed: str) -> str:
     return f"`python tests/contract.py {engine.lower()}=={installed.partition('+')[0]}` in its checkout"
 
 
+class Later:
+    """A module that is imported once something in it is asked for: hooks are declared while engines are imported."""
+
+    def __init__(self, module: str) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(self._module), name)
+
+
 def import_present(package: str, *modules: str) -> None:
     """Import modules with hooks, but for those whose files have been taken out of the package."""
     for name in modules:

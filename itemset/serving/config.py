@@ -133,6 +133,15 @@ class StaticConfig(msgspec.Struct, frozen=True, kw_only=True):
             sets[name] = version, path
         return sets
 
+    def why_host_path(self, reason: str | None) -> str | None:
+        """Return why masks are made on the host; None on the device path. reason: what keeps the engine from that path.
+
+        Raises ItemSetError if the options insist on it.
+        """
+        if self.item_set_path == "device" and reason is not None:
+            raise ItemSetError(f"item_set_path is device, but {reason}: leave item_set_path out for the host path")
+        return "as configured" if self.item_set_path == "host" else reason
+
     def left_out(self, name: str, error: ItemSetError) -> None:
         """Warn that a set is not served, and why. Raises the error for one that has a name of its own in the options:
         whoever gave it waits for it. Those of `item_set_dir` are others' business, and are tried again."""

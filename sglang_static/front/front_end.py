@@ -60,10 +60,7 @@ class FrontEnd(FrontEndBase):
         self.lists = Lists(seats, lambda: compat.unfinished(manager), logger.warning)
         self._speculates = manager.server_args.speculative_algorithm is not None
         self._why_no_weights = compat.why_host_path(manager.server_args)  # they need what the device path does
-        reason = "as configured" if config.item_set_path == "host" else self._why_no_weights
-        self.host_path = reason is not None
-        path = f"host path: {reason}" if reason else "device path, masks inside the sampler"
-        logger.info("Grammar backend static, %s. Item sets: %s", path, self.checks.summary())
+        self._begin("Grammar backend", config.why_host_path(self._why_no_weights))
 
     async def judge(self, request: Any, http_request: Any) -> bool:
         """Judge what each prompt of a request says, once: where one has a set, an ItemRequest takes the place of the

@@ -66,18 +66,15 @@ class FrontEnd(FrontEndBase):
 
             self._drafting = drafting(config.item_set_draft_head, vllm_config, self.checks)
         self.v2, self._logprobs_mode = bool(vllm_config.use_v2_model_runner), str(model.logprobs_mode)
-        path, speculative = "device path, masks inside the sampler", vllm_config.speculative_config
-        self.host_path = not compat.on_device_path(vllm_config)
-        if self.host_path:
-            as_configured = "as configured" if config.item_set_path == "host" else None
-            path = f"host path: {as_configured or compat.why_host_path(vllm_config)}"
-            if speculative is not None:
-                logger.warning(
-                    "On the host path no draft of %s is forced or masked: those of requests with an item set are cut "
-                    "where they leave it, and most of them do.",
-                    speculative.method,
-                )
-        logger.info("Structured output backend static, %s. Item sets: %s", path, self.checks.summary())
+        on_device, speculative = compat.on_device_path(vllm_config), vllm_config.speculative_config
+        reason = None if on_device else str(config.why_host_path(compat.why_host_path(vllm_config)))
+        self._begin("Structured output backend", reason)
+        if self.host_path and speculative is not None:
+            logger.warning(
+                "On the host path no draft of %s is forced or masked: those of requests with an item set are cut where "
+                "they leave it, and most of them do.",
+                speculative.method,
+            )
 
     def attach(
         self, asked: ItemRequest, params: SamplingParams, prompt_tokens: int

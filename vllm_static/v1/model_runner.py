@@ -39,11 +39,11 @@ def sample_tokens(original: Callable[..., Any], self: Any, grammar_output: Any) 
     has_logits = getattr(state, "logits", None) is not None
     if grammar_output is not None and has_logits and compat.is_ours(self.vllm_config):
         constrained = set(grammar_output.structured_output_request_ids)
-        each = {
-            i: _weighs_at(self.requests[request].sampling_params)
-            for i, request in enumerate(self.input_batch.req_ids)
-            if request in constrained
-        }
+        each = dict[int, float]()
+        for i, request in enumerate(self.input_batch.req_ids):
+            params = self.requests[request].sampling_params
+            if request in constrained and (carried := read(params.extra_args)) is not None:
+                each[i] = carried.weighs_at(params.temperature)
         if requests := [i for i, asked in each.items() if asked]:
             rows = _rows(requests, state.spec_decode_metadata)
             temperatures = compat.to_device([each[i] for i, *_ in rows], state.logits.device, np.float32)[:, None]
@@ -88,11 +88,6 @@ def _rows(requests: Sequence[int], drafts: Any) -> list[tuple[int, int, int]]:
         return [(request, 0, request) for request in requests]
     first = [0, *accumulate(count + 1 for count in drafts.num_draft_tokens)]
     return [(one, place, first[one] + place) for one in requests for place in range(drafts.num_draft_tokens[one] + 1)]
-
-
-def _weighs_at(params: Any) -> float:
-    carried = read(getattr(params, "extra_args", None))
-    return 0.0 if carried is None else carried.weighs_at(params.temperature)
 
 
 def _scaled(logits: Tensor, rows: Sequence[tuple[int, int, int]], temperatures: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ class FrontEndBase:
     follower: Follower | None = None  # of the published sets among the registered ones, once the engine can be asked
     words: ClassVar[Words]  # the engine's, as is the next
     log: ClassVar[logging.Logger]
-    host_path: bool  # whether masks are made on the host
+    host_path: bool  # whether masks are made on the host; set by `_begin`
 
     def __init__(
         self, config: StaticConfig, tokenizer: Any, limits: ModelLimits, vocabulary: Callable[[], Vocabulary],
@@ -59,6 +59,13 @@ class FrontEndBase:
         self.checks = Checks(config, tokenizer, self.words, limits, **options)
         options = {"options": json_options, "validate": self.validate}
         self.constraints = Constraints(self.checks, tokenizer, vocabulary, **options)
+
+    def _begin(self, backend: str, why_host_path: str | None) -> None:
+        """Note and log where masks are made. backend: the engine's word for what has our name. why_host_path: as of
+        `StaticConfig`."""
+        self.host_path = why_host_path is not None
+        path = f"host path: {why_host_path}" if self.host_path else "device path, masks inside the sampler"
+        self.log.info("%s static, %s. Item sets: %s", backend, path, self.checks.summary())
 
     @staticmethod
     def validate(kind: str, spec: str) -> None:

@@ -166,7 +166,9 @@ class _Answer:
     async def __call__(self, message: Any) -> None:
         if not self._body.items:
             await self._send(message)
-        elif message["type"] == "http.response.start" and _is_json(message):
+        elif message["type"] == "http.response.start" and any(
+            name.lower() == b"content-type" and b"json" in value for name, value in message["headers"]
+        ):
             self._held = message
         elif message["type"] != "http.response.body":
             await self._send(message)
@@ -183,10 +185,6 @@ class _Answer:
                 others = [one for one in self._held["headers"] if one[0].lower() != b"content-length"]
                 await self._send(self._held | {"headers": [*others, (b"content-length", b"%d" % len(whole))]})
                 await self._send(message | {"body": whole})
-
-
-def _is_json(message: Any) -> bool:
-    return any(name.lower() == b"content-type" and b"json" in value for name, value in message["headers"])
 
 
 def _with_items(data: bytes | msgspec.Raw, items: Mapping[int, dict[str, Any]]) -> bytes:

@@ -80,8 +80,7 @@ def vocabulary_of(vllm_config: Any, tokenizer: Any) -> Any:
 
 
 def beams_by_xgrammar(params: Any) -> Any:
-    """BeamSearchParams without a set: vLLM's own beam search knows the built-in backends only
-    (beam_search/offline.py)."""
+    """Return BeamSearchParams without a set for xgrammar: vLLM's own search knows no other (beam_search/offline.py)."""
     structured = params.structured_outputs
     if structured is None or structured._backend not in (None, BACKEND):
         return params

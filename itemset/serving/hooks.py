@@ -54,8 +54,7 @@ class Hooks:
     """
 
     def __init__(self, when: str, put: Callable[[str, Callable[..., Any]], None] | None = None) -> None:
-        """when: the time of hooks that name none. put: does what `wrap` does, but for methods, by the engine's own
-        registry of hooks."""
+        """when: the time of hooks that name none. put: wraps functions, not methods, by the engine's own registry."""
         self.declared: list[Hook] = []
         self.chosen, self.asked, self.refusal, self._put = False, False, "", put
         self._when, self._wrapped, self._failed = when, set[str](), set[str]()
@@ -84,8 +83,7 @@ class Hooks:
         return declare
 
     def choose(self, ours: bool) -> bool:
-        """Let all hooks of this process run from now on if an engine takes our backend. Returns whether it does. Raises
-        ItemSetError if it does and cannot."""
+        """Let all hooks run from now on if an engine takes our backend; return whether. Raises ItemSetError as `ask`."""
         if ours:
             self.ask()
         self.chosen = self.chosen or ours
@@ -295,8 +293,7 @@ def check_version(
 
 
 def wrap(target: str, around: Callable[..., Any], put: Callable[[str, Callable[..., Any]], None] | None = None) -> None:
-    """Replace a function by ``around(original, *args, **kwargs)``, or let `put` do that if it is no method. A method's
-    arguments begin with `self`."""
+    """Replace a function by ``around(original, *args, **kwargs)``, `self` first. Functions are `put` so."""
     owner, name, static = wrapt.resolve_path(*target.split(":"))
     if put is not None and not isinstance(owner, type):
         put(target, around)

@@ -32,8 +32,7 @@ from sglang_static.scheduler.versions import RankDevices
 class StaticGrammar(BaseGrammarObject):
     """One request's item set, or grammar with sets in it, as SGLang wants it (constrained/base_grammar_backend.py).
 
-    The first grammar of a batch makes, moves and applies the mask of all: ours is xgrammar's bitmask, so that either
-    may be the first.
+    A batch's first grammar makes, moves and applies the mask of all: ours is xgrammar's bitmask, so any may be first.
     """
 
     allocate_vocab_mask = XGrammarGrammar.allocate_vocab_mask

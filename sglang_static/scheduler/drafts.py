@@ -100,8 +100,7 @@ _stepping: list[_Drafting] = []  # the phase whose steps run
 
 @contextlib.contextmanager
 def _drafting(worker: Any, slots: Tensor, *, steps: bool) -> Iterator[None]:
-    """While this is entered, mask the logits of a worker's draft model, whether it runs or a CUDA graph is replayed,
-    which has one row for each request."""
+    """Mask the logits of a worker's draft model meanwhile, also of a replayed CUDA graph, which has a row a request."""
     sampler = masks.current()
     if sampler is None:
         yield

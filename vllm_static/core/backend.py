@@ -179,8 +179,7 @@ class StaticBackend(StructuredOutputBackend):
         """Return a step's bitmask, [rows, words] int32: item sets' rows filled in one call, all others by vLLM itself.
 
         A request has a row for each of its drafts and one more; since vLLM 0.33 as many rows as if it had the most
-        drafts. They are as vLLM fills them one after another (v1/structured_output/__init__.py, grammar_bitmask), and
-        valid until the next step.
+        drafts. As vLLM fills them (v1/structured_output/__init__.py, grammar_bitmask). Valid until the next step.
         """
         hosts, states, rows, free = list[HostState](), list[int](), list[int](), list[int]()
         others, other_rows = list[str](), list[int]()

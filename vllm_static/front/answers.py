@@ -114,8 +114,7 @@ def get_parser(original: Callable[..., Any]) -> Any:
 
 
 def noting() -> Callable[..., Any]:
-    """Return what notes the items of the next prompt that is handed to the engine, for the choices that its endpoint
-    makes, and passes its RequestOutput on."""
+    """Return what notes the items of the engine's next prompt, for its endpoint, and passes its RequestOutput on."""
     body = http_bodies.body()
     prompt, body.prompts = body.prompts, body.prompts + 1
 

@@ -130,8 +130,7 @@ def scoring(one: "Pass", *, cached: bool) -> dict[str, Any]:
 
 
 def lacks_scores(one: "Pass", prompt_tokens: int, output: Any) -> bool:
-    """Return whether V1 has filled in only the rows that it has computed, and left what was in memory for the
-    others."""
+    """Return whether V1 has filled in only the rows that it computed: the others are whatever was in memory."""
     return len(one.tokens) > one.known and (output.num_cached_tokens or 0) >= prompt_tokens + one.known
 
 

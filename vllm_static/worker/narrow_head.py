@@ -103,8 +103,7 @@ class NarrowHead:
         return None if difference <= TOLERANCE * full.abs().max() else "the model changes some tokens' logits"
 
     def of_list(self, key: bytes) -> Alphabet | None:
-        """Return the alphabet of the passes of a list whose scores are renormalised, if the product is smaller for
-        it."""
+        """Return the alphabet of a renormalised list's passes, if it makes the product smaller."""
         return None if self.why_not is not None or self._large(key, SHARE) else self.alphabet(key)
 
     def _large(self, key: bytes, share: int) -> bool:

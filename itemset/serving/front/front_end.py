@@ -1,5 +1,4 @@
-"""What the front ends of both engines have in common: from a judged request to what the engine gets of it, and to what
-its answers are read with."""
+"""What both front ends do: from a judged request to what its engine gets, and to what its answers are read with."""
 
 import copy
 import logging
@@ -80,7 +79,7 @@ class FrontEndBase:
     def pinned(self, asked: ItemRequest, prompt: Prompt | None = None) -> ItemRequest | None:
         """Return the request with its set or constraint, whatever version is served later; None if no set stands in it.
 
-        Waits until it is made. Without the `prompt`, a request that wants none of its items is only checked. Raises as
+        Waits until it is made. Without the `prompt`, a request that excludes its items is only checked. Raises as
         `Checks.made` and `Constraints.get` do.
         """
         if asked.made is not None:

@@ -301,8 +301,7 @@ class Lists:
     async def entries(
         self, best: Found, item_set: ItemSet, of_set: Mapping[str, Any], names: Sequence[str]
     ) -> AsyncGenerator[list[tuple[Any, dict[str, Any]]], None]:
-        """Yield the items, SLICE at a time, each with what an answer says of it (`described`); between them others get
-        their turn."""
+        """Yield SLICE items at a time, each with what an answer says of it (`described`). Between them others run."""
         (entries,) = await self._on_thread(described, [best], item_set, of_set, names)
         items = list(zip(best.items, entries, strict=True))
         for first in range(0, len(items), SLICE):

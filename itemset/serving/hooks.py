@@ -83,7 +83,7 @@ class Hooks:
         return declare
 
     def choose(self, ours: bool) -> bool:
-        """Let all hooks run from now on if an engine takes our backend; return whether. Raises ItemSetError as `ask`."""
+        """Let all hooks run from now on if an engine takes ours. Return whether. Raises ItemSetError as `ask`."""
         if ours:
             self.ask()
         self.chosen = self.chosen or ours

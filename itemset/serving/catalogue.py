@@ -1,8 +1,7 @@
 """The item sets of a process: registered ones by name and version, inline ones and parts of sets by a digest.
 
-A version's life: `begin` opens it on a thread, `serve` makes it the current one, and the second `serve` after that (or
-`drop`) forgets it. The version before the current one stays open, so that a rollback opens nothing. A request carries
-its version in its reference, and what it holds lives for as long as it does.
+A version's life is in `engine.version_rollout`. The one before the current stays open: a rollback opens nothing. A
+request carries its version in its reference, and what it holds lives for as long as it does.
 """
 
 import difflib

@@ -11,7 +11,7 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar
 
 from itemset.errors import ItemSetError
-from itemset.serving.catalogue import InlineSet, RefusedError
+from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import ModelLimits, StaticConfig, Words
 from itemset.serving.constraint import JSON, TAG
 from itemset.serving.front.answer_fields import Expected, ExpectedItems
@@ -19,7 +19,7 @@ from itemset.serving.front.front_end import FrontEndBase, ListJob
 from itemset.serving.front.http_bodies import body
 from itemset.serving.front.list_runner import Lists
 from itemset.serving.front.request import ItemRequest, Thought
-from itemset.serving.front.request_fields import BEAMS, REFERENCE, ListOptions
+from itemset.serving.front.request_fields import BEAMS, REFERENCE
 from itemset.serving.front.sampler_limits import PARAMETERS, refuse_unsampled
 from itemset.serving.wire import WIRE, EngineRequest, Tokens
 from vllm_static import compat
@@ -60,11 +60,10 @@ class FrontEnd(FrontEndBase):
         )
         self.vllm_config = vllm_config
         self._lists: Lists | None = None
-        self._drafting = None
         if config.item_set_draft_head is not None:
             from vllm_static.front.draft_head import drafting
 
-            self._drafting = drafting(config.item_set_draft_head, vllm_config, self.checks)
+            self.drafting = drafting(config.item_set_draft_head, vllm_config, self.checks)
         self.v2, self._logprobs_mode = bool(vllm_config.use_v2_model_runner), str(model.logprobs_mode)
         on_device, speculative = compat.on_device_path(vllm_config), vllm_config.speculative_config
         reason = None if on_device else str(config.why_host_path(compat.why_host_path(vllm_config)))
@@ -147,9 +146,6 @@ class FrontEnd(FrontEndBase):
                 BEAMS,
             )
         return self.begin_list(asked, prompt_tokens=prompt_tokens, after=AFTER + self.v2, reasons={})
-
-    def _placeholders(self, made: InlineSet, asked: ListOptions) -> Tokens:
-        return () if self._drafting is None else self._drafting(made, asked)
 
     def lists(self, client: Any) -> Lists:
         """Return what runs the ranked lists of the server whose engine `client` talks to."""

@@ -42,6 +42,8 @@ class FrontEndBase:
     """One of each process that takes requests. Safe for threads."""
 
     follower: Follower | None = None  # of the published sets among the registered ones, once the engine can be asked
+    # Returns the placeholders of a `ListJob`; raises RefusedError without room for it. None without a draft head.
+    drafting: Callable[[InlineSet, ListOptions], Tokens] | None = None
     words: ClassVar[Words]  # the engine's, as is the next
     log: ClassVar[logging.Logger]
     host_path: bool  # whether masks are made on the host; set by `_begin`
@@ -157,10 +159,6 @@ class FrontEndBase:
             return EngineRequest(sets[0].ref, weighed=asked.weighed)
         return EngineRequest(holes=HolesSpec(grammar.spec(), [one.ref for one in sets]))
 
-    def _placeholders(self, made: InlineSet, asked: ListOptions) -> Tokens:
-        """Return those of a `ListJob`. Raises RefusedError if the draft head has no room."""
-        return ()
-
     def begin_list(self, asked: ItemRequest, *, prompt_tokens: int, after: int, reasons: Mapping[str, bool]) -> ListJob:
         """Begin a request's ranked list or draws. Counts it.
 
@@ -175,7 +173,7 @@ class FrontEndBase:
             most = min(self.config.ranked_list_limit, self.one_request.usual_beams(made.reference))
             options = options.with_beams(len(made.item_set), most)
             listed = options.with_quotas(len(made.item_set), most)
-            placeholders = self._placeholders(made, listed)
+            placeholders = self.drafting(made, listed) if self.drafting is not None else ()
         after += len(placeholders)
         self.checks.request(made, prompt_tokens=prompt_tokens, min_tokens=0, stop_tokens=[end_token], after=after)
         item_set = made.item_set

@@ -7,7 +7,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -264,7 +264,10 @@ class Lists:
         """
         self._few = max(1, seats // FEW)
         self._pace = Pace(1, max(1, seats // 2))
-        self._warn, self._shorter, self._told = warn, shorter, False
+        why = "it takes rounds of requests, a forward pass for each beam and round"
+        mend = f"a smaller `width`, or `renormalised`, shortens lists{shorter}"
+        say_why = partial(warn, "A ranked list has taken %g s and goes on: %s; %s", LONG, why, mend)
+        self._say_why = cache(say_why)  # the first time alone
         self._unfinished = unfinished
         self._under_way, self._others, self._others_at = 0, 0, -OTHERS_STAY
         self._turn, self._freed = asyncio.Lock(), asyncio.Event()
@@ -281,7 +284,7 @@ class Lists:
         def take(outputs: list[Any]) -> None:
             search.take([read(one, output) for one, output in zip(search.passes, outputs, strict=True)])
 
-        long = asyncio.get_running_loop().call_later(LONG, self._tell)
+        long = asyncio.get_running_loop().call_later(LONG, self._say_why)
         try:
             await self._on_thread(lambda: search.passes)  # the first round may have to be made
             while search.passes:
@@ -289,14 +292,6 @@ class Lists:
             return await self._on_thread(result_of, search)
         finally:
             long.cancel()
-
-    def _tell(self) -> None:
-        """Log, the first time, why a list takes long and what makes lists shorter."""
-        if not self._told:
-            self._told = True
-            why = "it takes rounds of requests, a forward pass for each beam and round"
-            mend = f"a smaller `width`, or `renormalised`, shortens lists{self._shorter}"
-            self._warn("A ranked list has taken %g s and goes on: %s; %s", LONG, why, mend)
 
     async def entries(
         self, best: Found, item_set: ItemSet, of_set: Mapping[str, Any], names: Sequence[str]

@@ -70,10 +70,7 @@ class InlineSet:
         cls, reference: str, index: bytes, below: ItemSet | None = None, *, token_ids: bool = False,
         base: "InlineSet | None" = None,
     ) -> Self:  # fmt: skip
-        """below: of which it is a part. token_ids: find them now, in a process that asks what occurs in the set.
-
-        Raises ItemSetError as `from_bytes` does.
-        """
+        """below: of which it is a part. token_ids: find them now. Raises ItemSetError as `from_bytes` does."""
         if below is None:
             item_set = from_bytes(index, reference)
             item_set.in_order = True  # a process of this server built it, and its checksums hold
@@ -133,10 +130,7 @@ class Catalogue:
         return opened
 
     def begin(self, message: Prepare, check: Callable[[ItemSet], object]) -> Opened | None:
-        """Return the version once it is open, and until then None: a thread opens it, and checks the set.
-
-        Raises ItemSetError as `open` and `check` do, once.
-        """
+        """Return the version once a thread has opened and checked it; None until then. Raises as these do, once."""
         key = name, version = message.name, message.version
 
         def work() -> Opened:
@@ -307,10 +301,7 @@ class Catalogue:
 
 
 def with_versions(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the plugin's options with the versions of their sets: the process that starts an engine decides them.
-
-    Raises ItemSetError as `StaticConfig.of` and `Catalogue` do.
-    """
+    """Return the options with their sets' versions, for all processes. Raises ItemSetError as `Catalogue` does."""
     config = StaticConfig.of(options)
     if config.item_set_versions is not None or not (config.item_sets or config.item_set_dir):
         return dict(options)

@@ -178,10 +178,8 @@ class Hooks:
 
     @contextmanager
     def spared(self, target: str, engines: Container[Exception] = ()) -> Iterator[None]:
-        """Pass over what fails in the block if another backend is chosen, and log it once.
-
-        engines: its own errors, which are raised, as are our refusals.
-        """
+        """Pass over, and log once, what fails in the block if another backend is chosen; but raise our refusals and
+        the errors of the engine itself, `engines`."""
         try:
             yield
         except Exception as error:

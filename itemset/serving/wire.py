@@ -187,10 +187,7 @@ def _items(rows: NDArray[np.float64]) -> Iterator[tuple[Tokens, float]]:
 
 
 class Prepare(msgspec.Struct, tag=True):
-    """Open a version of a set and bring it to the devices; it is served once it is there. Sent until it is.
-
-    path: of its file.
-    """
+    """Open a version of a set, the file at `path`, and bring it to the devices. Sent until it is served."""
 
     name: str
     version: str

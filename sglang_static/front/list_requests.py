@@ -146,10 +146,8 @@ async def _one(
 async def _in_one_request(
     generate: Callable[..., AsyncGenerator[Any, None]], manager: Any, prompt: list[int], carried: EngineRequest
 ) -> tuple[ListResult, dict[Tokens, str], dict[str, Any]]:  # fmt: skip
-    """Return what the engine has made, the text of each item by its tokens, and what SGLang says of any answer.
-
-    Cancelled, it takes the request back.
-    """
+    """Return what the engine has made, the items' texts by their tokens, and what SGLang says of any answer. Cancelled,
+    it takes the request back."""
     request = GenerateReqInput(
         rid=uuid.uuid4().hex,
         input_ids=prompt,

@@ -111,10 +111,7 @@ def without_words(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def constraint_of(params: Mapping[str, Any], fields: Mapping[str, Any]) -> tuple[str, Any] | None:
-    """Return the kind and the text of the constraint of one prompt; None if there is none in which sets can stand.
-
-    fields: of its body, as for `request.places`.
-    """
+    """Return kind and text of a prompt's constraint in which sets can stand, or None. fields: as for `places`."""
     for place in places(params, fields):
         if place.get(SLATE) is not None:
             return SLATE, place[SLATE]

@@ -15,10 +15,8 @@ _PROMPTS = "vllm.v1.worker.gpu.sample.prompt_logprob:PromptLogprobsWorker"
 
 
 def try_out(worker: Any, blocks: int) -> int | str:
-    """Let a worker try passes in this many blocks, which no request has. Called by the engine core, as is the next.
-
-    Returns `beam_forward.logits_room`, or why it cannot make lists.
-    """
+    """Let a worker try passes in this many blocks, which no request has. Returns `beam_forward.logits_room`, or why it
+    cannot make lists. Called by the engine core, as is the next."""
     from vllm_static.worker import beam_forward
 
     runner = compat.runner_of(worker)

@@ -203,10 +203,8 @@ def _with_items(data: bytes | msgspec.Raw, items: Mapping[int, dict[str, Any]]) 
 
 
 def add_routes(app: Any, follower_of: "Callable[[Any], Follower | None]") -> None:
-    """Add `GET /v1/item_sets` and `POST /v1/item_sets/NAME/refresh` to a FastAPI application.
-
-    follower_of: its state's follower, None if its engine has no item sets.
-    """
+    """Add `GET /v1/item_sets` and `POST /v1/item_sets/NAME/refresh` to a FastAPI application. follower_of: returns its
+    state's follower, None if its engine has no item sets."""
     from fastapi import Request
     from fastapi.responses import JSONResponse
 

@@ -43,10 +43,7 @@ def search_for(
     item_set: ItemSet, options: ListOptions | DrawOptions, *, end_token: int, config: StaticConfig, words: Words,
     boost: float = 1.0,
 ) -> Rounds:  # fmt: skip
-    """Return the search for a request's list, or its draws. boost: what boosts are multiplied by.
-
-    Raises RefusedError for what passes the server's limits.
-    """
+    """Return the search for a list, or draws. boost: a factor of boosts. Raises RefusedError for what passes limits."""
     most, limit = config.ranked_list_passes, config.ranked_list_limit
     reason, width = "beam search", widest(options.width or 1)
     if isinstance(options, DrawOptions):
@@ -79,10 +76,8 @@ def search_for(
 def run_together(
     searches: Sequence[Rounds], score: Callable[[list[tuple[int, Pass]]], Sequence[Answer]]
 ) -> list[Found]:
-    """Run searches to their ends, round by round together. Raises RefusedError as `result_of` does.
-
-    score: runs passes, each with the index of its search.
-    """
+    """Run searches to their ends, round by round together. score: runs passes, each with its search's index. Raises
+    RefusedError as `result_of` does."""
     while asked := [(i, one) for i, search in enumerate(searches) for one in search.passes]:
         answers = iter(score(asked))
         for search in searches:

@@ -88,10 +88,8 @@ class Follower:
                 self._look_at(name)
 
     def refresh(self, name: str) -> dict[str, Any]:
-        """Look at one set, and return its entry of `listed` when what is current serves here.
-
-        Raises RefusedError: no such set, or a version that is not served.
-        """
+        """Look at one set; return its entry of `listed`. Raises RefusedError: no such set, or what is current is not
+        served."""
         with self._lock:
             self._look_at_folder()
             if (followed := self._sets.get(name)) is None:

@@ -156,7 +156,7 @@ def _create_engine_config(original: Callable[..., Any], self: Any) -> Any:
         return config
 
     with start_up():
-        reason = StaticConfig.of(config.additional_config).why_host_path(compat.why_host_path(config))
+        reason = StaticConfig.of(config.additional_config).why_on_host(compat.why_host_path(config))
         _refuse_speculation(config)
         _add_versions(config)
     if reason is None and not compat.on_device_path(config):

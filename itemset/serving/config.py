@@ -131,7 +131,7 @@ class StaticConfig(msgspec.Struct, frozen=True, kw_only=True):
             sets[name] = version, path
         return sets
 
-    def why_host_path(self, reason: str | None) -> str | None:
+    def why_on_host(self, reason: str | None) -> str | None:
         """Return why masks are made on the host; None on the device path. reason: what keeps the engine from that path.
 
         Raises ItemSetError if the options insist on it.

@@ -60,7 +60,7 @@ class FrontEnd(FrontEndBase):
         self.lists = Lists(seats, lambda: compat.unfinished(manager), logger.warning)
         self._speculates = manager.server_args.speculative_algorithm is not None
         self._why_no_weights = compat.why_host_path(manager.server_args)  # they need what the device path does
-        self._begin("Grammar backend", config.why_host_path(self._why_no_weights))
+        self._begin("Grammar backend", config.why_on_host(self._why_no_weights))
 
     async def judge(self, request: Any, http_request: Any) -> bool:
         """Judge what each prompt of a request says, once: where one has a set, an ItemRequest takes the place of the

@@ -66,7 +66,7 @@ class FrontEnd(FrontEndBase):
             self.drafting = drafting(config.item_set_draft_head, vllm_config, self.checks)
         self.v2, self._logprobs_mode = bool(vllm_config.use_v2_model_runner), str(model.logprobs_mode)
         on_device, speculative = compat.on_device_path(vllm_config), vllm_config.speculative_config
-        reason = None if on_device else str(config.why_host_path(compat.why_host_path(vllm_config)))
+        reason = None if on_device else str(config.why_on_host(compat.why_host_path(vllm_config)))
         self._begin("Structured output backend", reason)
         if self.host_path and speculative is not None:
             logger.warning(

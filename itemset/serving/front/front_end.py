@@ -61,11 +61,10 @@ class FrontEndBase:
         options = {"options": json_options, "validate": self.validate}
         self.constraints = Constraints(self.checks, tokenizer, vocabulary, **options)
 
-    def _begin(self, backend: str, why_host_path: str | None) -> None:
-        """Note and log where masks are made. backend: the engine's word for what has our name. why_host_path: as of
-        `StaticConfig`."""
-        self.host_path = why_host_path is not None
-        path = f"host path: {why_host_path}" if self.host_path else "device path, masks inside the sampler"
+    def _begin(self, backend: str, why_on_host: str | None) -> None:
+        """Note and log where masks are made. backend: the engine's word for it. why_on_host: see `StaticConfig`."""
+        self.host_path = why_on_host is not None
+        path = f"host path: {why_on_host}" if self.host_path else "device path, masks inside the sampler"
         self.log.info("%s static, %s. Item sets: %s", backend, path, self.checks.summary())
 
     @staticmethod

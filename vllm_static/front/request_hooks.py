@@ -213,12 +213,12 @@ def _beam_search(
 
 
 @hook("vllm.entrypoints.generate.beam_search.online:BeamSearchOnlineMixin.beam_search", when=IMPORTED)
-def _beam_search_online(
+async def _beam_search_online(
     original: Callable[..., Any], self: Any, prompt: Any, request_id: str, params: Any, lora_request: Any,
     trace_headers: Any, session_id: Any, priority: int = 0,
 ) -> AsyncGenerator[Any, None]:  # fmt: skip # priority: since vLLM 0.33
     """Ranked lists over HTTP."""
-    way: Any = original
+    way, note = original, answers.noting()
     with refusals(params):
         if self.engine_client.input_processor.static_front_end:
             params = http.with_item_set(params)
@@ -226,11 +226,6 @@ def _beam_search_online(
                 options = {"trace_headers": trace_headers, "session_id": session_id, "priority": priority}
                 options["lora_request"] = lora_request
                 way = partial(list_requests.online, item_request, self.engine_client, prompt, request_id, **options)
-    return _refused_late(way, params, answers.noting())
-
-
-async def _refused_late(way: Callable[..., Any], params: Any, note: Callable[..., Any]) -> AsyncGenerator[Any, None]:
-    with refusals(params):
         async for result in way():
             yield note(result)
 

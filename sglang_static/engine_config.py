@@ -92,7 +92,7 @@ def _check_server_args(original: Callable[..., Any], self: Any) -> Any:
         with start_up():
             given = {**compat.options(), "item_set_versions": None}  # those of an engine before this one are no more
             config = StaticConfig.of(given)
-            config.why_on_host(compat.why_host_path(self))  # raises if it is, and may not
+            config.why_on_host(compat.why_host_path(self))  # raises if the options insist on the device
             compat.refuse_unmasked(self)
             if config.item_set_draft_head is not None:
                 raise ValueError("item_set_draft_head works in vLLM only, on its model runner V2: leave it out")

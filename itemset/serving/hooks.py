@@ -291,7 +291,8 @@ def check_version(
 
 
 def wrap(target: str, around: Callable[..., Any], put: Callable[[str, Callable[..., Any]], None] | None = None) -> None:
-    """Replace a function by ``around(original, *args, **kwargs)``, `self` first. Functions are `put` so."""
+    """Replace a function by ``around(original, *args, **kwargs)``, or let `put` do that if it is no method. A method's
+    arguments begin with `self`."""
     owner, name, static = wrapt.resolve_path(*target.split(":"))
     if put is not None and not isinstance(owner, type):
         put(target, around)

@@ -18,7 +18,7 @@ from itemset.serving.config import BACKEND, from_environment
 from itemset.serving.constraint import after
 from itemset.serving.hooks import IMPORTED
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("sglang_static")
 
 SUPPORTED = ((0, 5, 23), (0, 5, 23))  # first and last version: those that `tests/contract.py` has passed
 BROKEN: tuple[str, ...] = ()  # among them and later
@@ -82,8 +82,7 @@ def is_ours(server_args: Any) -> bool:
 
 
 def seats(server_args: Any) -> int:
-    """Return requests that SGLang runs at a time. Without --max-running-requests its scheduler alone knows: then a
-    guess."""
+    """Return how many requests SGLang runs at a time: a guess without --max-running-requests."""
     return int(resolved(server_args).max_running_requests or 256)
 
 
@@ -216,8 +215,7 @@ def everything_else(tokenizer: Any, vocab_size: int, end_tokens: Any) -> Any:
 
 
 def token_info(tokenizer: Any, vocab_size: int, end_tokens: Any) -> Any:
-    """Return what SGLang has xgrammar know of the tokenizer (constrained/xgrammar_backend.py,
-    XGrammarGrammarBackend)."""
+    """Return what SGLang tells xgrammar of the tokenizer (constrained/xgrammar_backend.py, XGrammarGrammarBackend)."""
     from xgrammar import TokenizerInfo
 
     if hasattr(tokenizer, "init_xgrammar"):
@@ -283,8 +281,7 @@ def after_reasoning(manager: Any, request: Any, grammar: Any) -> Any:
 
 
 def decode_alone(request: Any) -> None:
-    """Let the answer be decoded without the prompt's last tokens (managers/schedule_batch.py,
-    init_incremental_detokenize)."""
+    """Decode the answer without the prompt's end (managers/schedule_batch.py, init_incremental_detokenize)."""
     request.surr_offset = request.read_offset = len(request.origin_input_ids_unpadded)
     request.surr_and_decode_ids, request.cur_decode_ids_len = [], 0
 

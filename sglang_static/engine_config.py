@@ -91,11 +91,10 @@ def _check_server_args(original: Callable[..., Any], self: Any) -> Any:
     if compat.is_ours(self):
         with start_up():
             given = {**compat.options(), "item_set_versions": None}  # those of an engine before this one are no more
-            config, reason = StaticConfig.of(given), compat.why_host_path(self)
+            config = StaticConfig.of(given)
+            config.why_on_host(compat.why_host_path(self))  # raises if the options insist on the device
             compat.refuse_unmasked(self)
             if config.item_set_draft_head is not None:
                 raise ValueError("item_set_draft_head works in vLLM only, on its model runner V2: leave it out")
-            if config.item_set_path == "device" and reason is not None:
-                raise ValueError(f"item_set_path is device, but {reason}: leave item_set_path out for the host path")
             compat.set_options(with_versions(_with_indexes(given, compat.resolved(self))))
     return original()

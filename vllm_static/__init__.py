@@ -11,8 +11,7 @@ __all__ = ["DrawParams", "RankingParams", "refresh"]
 def refresh(llm: Any, name: str | None = None) -> list[dict[str, Any]]:
     """Take up what is current of the published sets of a vLLM `LLM`, or of one of them; nothing follows them offline.
 
-    Returns, for each, what `GET /v1/item_sets` tells. Raises ItemSetError: no such set, or a version that cannot be
-    served.
+    Returns, for each, what `GET /v1/item_sets` tells. Raises ItemSetError for no such set, or an unservable version.
     """
     from itemset.errors import ItemSetError
     from vllm_static import compat

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import dataclasses
 import importlib.util
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Executor
 from functools import partial
@@ -19,6 +20,8 @@ from itemset.serving.config import BACKEND, StaticConfig
 from itemset.serving.constraint import after
 from itemset.serving.hooks import START
 from itemset.serving.wire import WIRE, EngineRequest
+
+logger = logging.getLogger("vllm.vllm_static")  # vLLM shows what is logged below its own name
 
 SUPPORTED = ((0, 32), (0, 33))  # first and last minor version: those that `tests/contract.py` has passed
 BROKEN: tuple[str, ...] = ()  # among them and later
@@ -77,8 +80,7 @@ def vocabulary_of(vllm_config: Any, tokenizer: Any) -> Any:
 
 
 def beams_by_xgrammar(params: Any) -> Any:
-    """BeamSearchParams without a set: vLLM's own beam search knows the built-in backends only
-    (beam_search/offline.py)."""
+    """Return BeamSearchParams without a set for xgrammar: vLLM's own search knows no other (beam_search/offline.py)."""
     structured = params.structured_outputs
     if structured is None or structured._backend not in (None, BACKEND):
         return params

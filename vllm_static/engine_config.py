@@ -156,13 +156,10 @@ def _create_engine_config(original: Callable[..., Any], self: Any) -> Any:
         return config
 
     with start_up():
-        options = StaticConfig.of(config.additional_config)
-        path, reason = options.item_set_path, compat.why_host_path(config)
+        reason = StaticConfig.of(config.additional_config).why_on_host(compat.why_host_path(config))
         _refuse_speculation(config)
-        if path == "device" and reason is not None:
-            raise ValueError(f"item_set_path is device, but {reason}: leave item_set_path out for the host path")
         _add_versions(config)
-    if path != "host" and reason is None and not compat.on_device_path(config):
+    if reason is None and not compat.on_device_path(config):
         config.model_config.logits_processors = [*(config.model_config.logits_processors or ()), compat.PROCESSOR]
     return config
 

@@ -19,8 +19,7 @@ def register_early() -> None:
 def register() -> None:
     """Entry point `vllm.general_plugins`: runs in every process of vLLM, more than once.
 
-    A vLLM version that is not supported, or that lacks one of the hooks, goes on without our backend. Raises
-    RuntimeError if that is wanted.
+    An unsupported vLLM, or one that lacks a hook, goes on without our backend. Raises RuntimeError if that is wanted.
     """
     try:
         compat.install(START, IMPORTED)

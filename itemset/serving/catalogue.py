@@ -1,8 +1,7 @@
 """The item sets of a process: registered ones by name and version, inline ones and parts of sets by a digest.
 
-A version's life: `begin` opens it on a thread, `serve` makes it the current one, and the second `serve` after that (or
-`drop`) forgets it. The version before the current one stays open, so that a rollback opens nothing. A request carries
-its version in its reference, and what it holds lives for as long as it does.
+A version's life is in `engine.version_rollout`. The one before the current stays open: a rollback opens nothing. A
+request carries its version in its reference, and what it holds lives for as long as it does.
 """
 
 import difflib
@@ -71,10 +70,7 @@ class InlineSet:
         cls, reference: str, index: bytes, below: ItemSet | None = None, *, token_ids: bool = False,
         base: "InlineSet | None" = None,
     ) -> Self:  # fmt: skip
-        """below: of which it is a part. token_ids: find them now, in a process that asks what occurs in the set.
-
-        Raises ItemSetError as `from_bytes` does.
-        """
+        """below: of which it is a part. token_ids: find them now. Raises ItemSetError as `from_bytes` does."""
         if below is None:
             item_set = from_bytes(index, reference)
             item_set.in_order = True  # a process of this server built it, and its checksums hold
@@ -134,10 +130,7 @@ class Catalogue:
         return opened
 
     def begin(self, message: Prepare, check: Callable[[ItemSet], object]) -> Opened | None:
-        """Return the version once it is open, and until then None: a thread opens it, and checks the set.
-
-        Raises ItemSetError as `open` and `check` do, once.
-        """
+        """Return the version once a thread has opened and checked it; None until then. Raises as these do, once."""
         key = name, version = message.name, message.version
 
         def work() -> Opened:
@@ -312,10 +305,7 @@ class Catalogue:
 
 
 def with_versions(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the plugin's options with the versions of their sets: the process that starts an engine decides them.
-
-    Raises ItemSetError as `StaticConfig.of` and `Catalogue` do.
-    """
+    """Return the options with their sets' versions, for all processes. Raises ItemSetError as `Catalogue` does."""
     config = StaticConfig.of(options)
     if config.item_set_versions is not None or not (config.item_sets or config.item_set_dir):
         return dict(options)

@@ -55,8 +55,7 @@ class ModelLimits:
 class StaticConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The plugin's options: `additional_config` in vLLM, flags or arguments of the engine in SGLang.
 
-    docs/serving.md says what each is. item_set_versions is internal: the process that starts an engine sets it, to the
-    version of each registered set by name.
+    docs/serving.md says what each is. item_set_versions is internal: that of each set, as chosen at the start.
     """
 
     item_sets: dict[str, str] = {}
@@ -112,8 +111,7 @@ class StaticConfig(msgspec.Struct, frozen=True, kw_only=True):
     def at_start(self) -> dict[str, tuple[str | None, Path | str]]:
         """Return the version and the file of each set that a process begins with; None for the file's own version.
 
-        A set of `item_set_dir` with a bad pointer is none of them (`left_out`). Raises ItemSetError for others, as
-        `published.current` does.
+        A bad pointer in `item_set_dir` omits its set (`left_out`); others raise ItemSetError, as `published.current`.
         """
         versions, in_folder = self.item_set_versions, set[str]()
         if versions is not None:
@@ -132,6 +130,15 @@ class StaticConfig(msgspec.Struct, frozen=True, kw_only=True):
                 path = published.file_of(path, version)
             sets[name] = version, path
         return sets
+
+    def why_on_host(self, reason: str | None) -> str | None:
+        """Return why masks are made on the host; None on the device path. reason: what keeps the engine from that path.
+
+        Raises ItemSetError if the options insist on it.
+        """
+        if self.item_set_path == "device" and reason is not None:
+            raise ItemSetError(f"item_set_path is device, but {reason}: leave item_set_path out for the host path")
+        return "as configured" if self.item_set_path == "host" else reason
 
     def left_out(self, name: str, error: ItemSetError) -> None:
         """Warn that a set is not served, and why. Raises the error for one that has a name of its own in the options:
@@ -163,10 +170,9 @@ def _by_name(given: Any) -> dict[str, str]:
 
 
 def add_flags(parser: argparse.ArgumentParser, *, device_where: str, alias_of: str) -> None:
-    """The command-line flags that every plugin brings.
+    """Add the flags that every plugin brings.
 
-    device_where: in which case masks are computed on the device by default. alias_of: the engine's own flag that
-    chooses the backend.
+    device_where: when masks are made on the device by default. alias_of: the engine's own flag for its backend.
     """
     group = parser.add_argument_group("static-backend", "Structured output over finite item sets.")
     group.add_argument(

@@ -54,8 +54,7 @@ class Hooks:
     """
 
     def __init__(self, when: str, put: Callable[[str, Callable[..., Any]], None] | None = None) -> None:
-        """when: the time of hooks that name none. put: does what `wrap` does, but for methods, by the engine's own
-        registry of hooks."""
+        """when: the time of hooks that name none. put: wraps functions, not methods, by the engine's own registry."""
         self.declared: list[Hook] = []
         self.chosen, self.asked, self.refusal, self._put = False, False, "", put
         self._when, self._wrapped, self._failed = when, set[str](), set[str]()
@@ -84,8 +83,7 @@ class Hooks:
         return declare
 
     def choose(self, ours: bool) -> bool:
-        """Let all hooks of this process run from now on if an engine takes our backend. Returns whether it does. Raises
-        ItemSetError if it does and cannot."""
+        """Let all hooks run from now on if an engine takes ours. Return whether. Raises ItemSetError as `ask`."""
         if ours:
             self.ask()
         self.chosen = self.chosen or ours
@@ -180,10 +178,8 @@ class Hooks:
 
     @contextmanager
     def spared(self, target: str, engines: Container[Exception] = ()) -> Iterator[None]:
-        """Pass over what fails in the block if another backend is chosen, and log it once.
-
-        engines: its own errors, which are raised, as are our refusals.
-        """
+        """Pass over, and log once, what fails in the block if another backend is chosen; but raise our refusals and
+        the errors of the engine itself, `engines`."""
         try:
             yield
         except Exception as error:
@@ -246,6 +242,16 @@ def _lacking(hook: Hook, engine: str, what: str) -> RuntimeError:
 
 def _trial(engine: str, installed: str) -> str:
     return f"`python tests/contract.py {engine.lower()}=={installed.partition('+')[0]}` in its checkout"
+
+
+class Later:
+    """A module that is imported once something in it is asked for: hooks are declared while engines are imported."""
+
+    def __init__(self, module: str) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(self._module), name)
 
 
 def import_present(package: str, *modules: str) -> None:

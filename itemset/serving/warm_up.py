@@ -49,8 +49,7 @@ def compile_all() -> None:
 
 @cache
 def compile_beside() -> None:
-    """Let a process of its own fill Numba's cache if it is empty, while an engine loads its weights. Where nothing can
-    be saved this one compiles."""
+    """Let another process fill an empty Numba cache while an engine loads weights. If none can be saved, compile."""
     if (mark := _mark()) is None:
         compile_all()
     elif not mark.exists():

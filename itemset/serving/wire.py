@@ -2,8 +2,7 @@
 the messages of version roll-outs.
 
 Both engines carry it among a request's own parameters, under the key WIRE: vLLM in `extra_args`, where msgpack and
-pickle take the struct as it is; SGLang in `custom_params`, as JSON. Messages travel as plain values, as
-`msgspec.to_builtins` makes them.
+pickle take the struct as it is; SGLang in `custom_params`, as JSON. Messages are what `msgspec.to_builtins` makes.
 """
 
 from collections.abc import Iterator, Mapping
@@ -105,8 +104,7 @@ class EngineRequest(msgspec.Struct, frozen=True, omit_defaults=True):
         return msgspec.structs.replace(self, **changes)
 
     def weighs_at(self, temperature: float) -> float:
-        """At which temperature log p and log q of a request's answer are wanted, 0 if not: its own, and 1 for weights
-        and for greedy answers."""
+        """Return the temperature of an answer's log p and log q, 0 if not wanted; 1 for weights and greedy answers."""
         return (float(self.weighed == LOGPROBS and temperature) or 1.0) if self.weighed else 0.0
 
     def json(self) -> str:
@@ -174,8 +172,7 @@ class ListResult(msgspec.Struct, omit_defaults=True):
         """Read a vLLM worker's table, [1 + items, 2 + longest or HEAD] float64; None if the request took the host path.
 
         Its first row: 1 if proven, passes, rounds, beams that have room. Then a row an item, race after race: its
-        score, how many tokens it has, and these; -inf if there are no more, or the draw is undecided. A list that is
-        not made: one number, of REASONS.
+        score, how many tokens it has, and these; -inf after the last, or if undecided. No list: one number, of REASONS.
         """
         if table is None or table.shape[1] == 1:
             return cls(reason=NoList.HOST_PATH if table is None else REASONS[int(table[0, 0])])
@@ -191,10 +188,7 @@ def _items(rows: NDArray[np.float64]) -> Iterator[tuple[Tokens, float]]:
 
 
 class Prepare(msgspec.Struct, tag=True):
-    """Open a version of a set and bring it to the devices; it is served once it is there. Sent until it is.
-
-    path: of its file.
-    """
+    """Open a version of a set, the file at `path`, and bring it to the devices. Sent until it is served."""
 
     name: str
     version: str
@@ -254,8 +248,7 @@ def part_of(reference: str) -> str:
 
 
 def version_of(reference: str) -> tuple[str, str]:
-    """Return the version, empty if the reference says none, and the name of the registered set of a reference, or of
-    what a part's was made of."""
+    """Return the version, or "", and the name of a reference's registered set, also of a part's."""
     while above := part_of(reference):
         reference = above
     version, _, name = reference.removeprefix(VERSION).partition("@")

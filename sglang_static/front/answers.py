@@ -4,7 +4,6 @@ An output's item is `meta_info["item"]`: {"key": ...}, or None if the answer did
 stand in its constraint, `meta_info["items"]` is a list of them. Other outputs have no such entry.
 """
 
-import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
@@ -13,9 +12,7 @@ from itemset.serving.front import http_bodies
 from itemset.serving.front.answer_fields import FIELDS, Expected, Logs
 from itemset.serving.front.request import THOUGHT, Thought
 from itemset.text import decode
-from sglang_static.compat import hook
-
-logger = logging.getLogger(__name__)
+from sglang_static.compat import hook, logger
 
 EXPECTED = "expected_item"
 """Attribute of a `GenerateReqInput` of one prompt: an `answer_fields.Expected`. Copies for `n` keep it."""

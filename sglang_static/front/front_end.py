@@ -1,7 +1,6 @@
 """The front end: a request's item set is found, checked and attached to it before a scheduler sees it."""
 
 import json
-import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -23,11 +22,10 @@ from itemset.serving.front.request_fields import BEAMS, DRAWS, LIST, LIST_AFTER,
 from itemset.serving.front.sampler_limits import refuse_unsampled
 from itemset.serving.wire import WIRE, Tokens
 from sglang_static import compat
+from sglang_static.compat import logger
 from sglang_static.front import answers
 from sglang_static.front.list_requests import AFTER
 from sglang_static.front.request import OTHERS, asked, check_prompts, in_place, names_sets, prompts_of, wants_list
-
-logger = logging.getLogger(__name__)
 
 RESERVED = 2  # tokens that SGLang keeps of a context (managers/scheduler.py, init_req_max_new_tokens)
 
@@ -62,10 +60,7 @@ class FrontEnd(FrontEndBase):
         self.lists = Lists(seats, lambda: compat.unfinished(manager), logger.warning)
         self._speculates = manager.server_args.speculative_algorithm is not None
         self._why_no_weights = compat.why_host_path(manager.server_args)  # they need what the device path does
-        reason = "as configured" if config.item_set_path == "host" else self._why_no_weights
-        self.host_path = reason is not None
-        path = f"host path: {reason}" if reason else "device path, masks inside the sampler"
-        logger.info("Grammar backend static, %s. Item sets: %s", path, self.checks.summary())
+        self._begin("Grammar backend", config.why_on_host(self._why_no_weights))
 
     async def judge(self, request: Any, http_request: Any) -> bool:
         """Judge what each prompt of a request says, once: where one has a set, an ItemRequest takes the place of the

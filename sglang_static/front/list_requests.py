@@ -27,7 +27,7 @@ from itemset.serving.front.list_runner import AbortedError
 from itemset.serving.front.request import wants_candidates
 from itemset.serving.front.request_fields import BEAMS, LOGPROBS, REFERENCE, ListOptions
 from itemset.serving.wire import EngineRequest, ListResult, NoList, Tokens
-from sglang_static.front.request import CARRIED
+from sglang_static.front.request import CARRIED, given_prompts
 
 AFTER = 5  # of the context: SGLang takes prompts shorter than that (managers/tp_worker.py, max_req_input_len)
 _OF_DRAWS = ("draw", "exact", "explored", "weight", "accepted", "candidates", "open")
@@ -39,8 +39,7 @@ Generate = Callable[..., AsyncGenerator[Any, None]]
 async def ranked(generate: Generate, manager: Any, request: Any, http_request: Any) -> AsyncGenerator[Any, None]:
     """Yield what `TokenizerManager.generate_request` answers with lists or draws: a dict for one prompt, or a list."""
     body().begin(thinks=False)
-    prompts = request.text if request.input_ids is None else request.input_ids
-    single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    prompts, single = given_prompts(request)
 
     async def one(i: int, prompt: str | list[int]) -> dict[str, Any]:
         params = request.sampling_params if isinstance(request.sampling_params, dict) else request.sampling_params[i]
@@ -147,10 +146,8 @@ async def _one(
 async def _in_one_request(
     generate: Callable[..., AsyncGenerator[Any, None]], manager: Any, prompt: list[int], carried: EngineRequest
 ) -> tuple[ListResult, dict[Tokens, str], dict[str, Any]]:  # fmt: skip
-    """Return what the engine has made, the text of each item by its tokens, and what SGLang says of any answer.
-
-    Cancelled, it takes the request back.
-    """
+    """Return what the engine has made, the items' texts by their tokens, and what SGLang says of any answer. Cancelled,
+    it takes the request back."""
     request = GenerateReqInput(
         rid=uuid.uuid4().hex,
         input_ids=prompt,

@@ -111,10 +111,7 @@ def without_words(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def constraint_of(params: Mapping[str, Any], fields: Mapping[str, Any]) -> tuple[str, Any] | None:
-    """Return the kind and the text of the constraint of one prompt; None if there is none in which sets can stand.
-
-    fields: of its body, as for `request.places`.
-    """
+    """Return kind and text of a prompt's constraint in which sets can stand, or None. fields: as for `places`."""
     for place in places(params, fields):
         if place.get(SLATE) is not None:
             return SLATE, place[SLATE]
@@ -142,8 +139,7 @@ def check_prompts(request: Any, *, listed: bool) -> None:
 
     request: a GenerateReqInput, or what is known of it. listed: whether it is to get lists or draws.
     """
-    prompts = request.text if request.input_ids is None else request.input_ids
-    alone = isinstance(prompts, str) or _are(Integral, prompts)
+    prompts, alone = given_prompts(request)
     if request.text is not None and isinstance(request.text, str) != alone:
         raise request_fields.wrong_type("text and input_ids are of different prompts: give one of them", "input_ids")
     session = request.session_params or {}
@@ -173,10 +169,15 @@ def check_prompts(request: Any, *, listed: bool) -> None:
             raise RefusedError("beam search", f"a ranked list or draws would ignore {name}: omit it", name)
 
 
+def given_prompts(request: Any) -> tuple[Any, bool]:
+    """Return what a `GenerateReqInput` has for prompts, None if these are embeddings, and whether it is one alone."""
+    prompts = request.text if request.input_ids is None else request.input_ids
+    return prompts, isinstance(prompts, str) or _are(Integral, prompts)
+
+
 def prompts_of(request: Any) -> list[Prompt]:
     """Return the prompts of a `GenerateReqInput`; an empty one if they are embeddings."""
-    prompts = request.text if request.input_ids is None else request.input_ids
-    alone = isinstance(prompts, str) or _are(Integral, prompts)
+    prompts, alone = given_prompts(request)
     return [prompts] if alone else list(prompts or [()])
 
 

@@ -1,16 +1,26 @@
 """The hooks by which a request with an item set passes SGLang's front end, of a server or offline."""
 
 from collections.abc import AsyncGenerator, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from itemset.errors import ItemSetError
 from itemset.serving.config import start_up
+from itemset.serving.front import http_bodies
 from itemset.serving.front.request_fields import LOGPROBS, REFERENCE
+from itemset.serving.hooks import Later
 from itemset.serving.wire import WIRE
 from sglang_static import compat
 from sglang_static.compat import hook
 from sglang_static.front import answers
 from sglang_static.front.request import CARRIED, names_sets, places, without_words
+
+if TYPE_CHECKING:
+    from itemset.serving import metrics
+    from sglang_static.front import front_end as front_ends
+    from sglang_static.front import http, list_requests
+else:
+    metrics, http = Later("itemset.serving.metrics"), Later("sglang_static.front.http")
+    front_ends, list_requests = Later("sglang_static.front.front_end"), Later("sglang_static.front.list_requests")
 
 
 @hook("sglang.srt.entrypoints.http_server:app", extends=True)
@@ -18,12 +28,9 @@ def _add_middleware(app: Any) -> None:
     """The middleware that brings a body's fields to its request, innermost; the routes of /v1/item_sets."""
     from starlette.middleware import Middleware
 
-    from itemset.serving.front.http_bodies import add_routes
-    from sglang_static.front.http import ItemSetFields
-
-    if not any(one.cls is ItemSetFields for one in app.user_middleware):
-        app.user_middleware.append(Middleware(ItemSetFields))
-        add_routes(app, lambda state: compat.follower_of(compat.server_manager()))
+    if not any(one.cls is http.ItemSetFields for one in app.user_middleware):
+        app.user_middleware.append(Middleware(http.ItemSetFields))
+        http_bodies.add_routes(app, lambda state: compat.follower_of(compat.server_manager()))
 
 
 @hook("sglang.srt.managers.tokenizer_manager:TokenizerManager.init_tokenizer_and_processor", always=True)
@@ -32,10 +39,8 @@ def _init_tokenizer(original: Callable[..., Any], self: Any) -> None:
     original()
     self.static_front_end = None
     if compat.is_ours(self.server_args):
-        from sglang_static.front.front_end import FrontEnd
-
         with start_up():
-            self.static_front_end = FrontEnd(self)
+            self.static_front_end = front_ends.FrontEnd(self)
 
 
 @hook("sglang.srt.managers.tokenizer_manager:TokenizerManager.generate_request")
@@ -45,10 +50,7 @@ async def _generate_request(
     """Requests are judged, inline sets encoded beside the event loop; a ranked list in place of a beam search."""
     compat.follower_of(self)  # once there is an event loop
     if self.static_front_end is not None and hasattr(obj, "custom_logit_processor"):
-        from itemset.serving.metrics import refusals
-        from sglang_static.front import list_requests
-
-        with refusals():
+        with metrics.refusals():
             # Encoding a large inline set takes seconds, and all below runs on the event loop.
             ranked = await self.static_front_end.judge(obj, request)
             async for part in list_requests.ranked(original, self, obj, request) if ranked else original():
@@ -62,8 +64,6 @@ async def _generate_request(
 @hook("sglang.srt.entrypoints.http_server:ORJSONRequest.json", always=True)
 def _parse_body(original: Callable[..., Any], self: Any) -> Any:
     """A body is judged once parsed, before words are dropped."""
-    from itemset.serving.front import http_bodies
-
     return http_bodies.judged(hook, original, self)
 
 
@@ -72,10 +72,8 @@ def _create_tokenized_object(original: Callable[..., Any], self: Any, obj: Any, 
     """The item set is attached to its request."""
     front_end = self.static_front_end
     if front_end is None:
-        from itemset.serving.front.http_bodies import body
-
         given = obj.sampling_params if isinstance(obj.sampling_params, dict) else {}
-        named = any(place.get(REFERENCE) for place in places(given, body().fields or {}))
+        named = any(place.get(REFERENCE) for place in places(given, http_bodies.body().fields or {}))
         if named or names_sets(given):  # ignored, or an unknown parameter
             raise ItemSetError("this engine has no item sets: start it with --grammar-backend static and --item-set")
         return original()

@@ -1,6 +1,5 @@
 """The grammar backend of a scheduler: item sets on the host path, everything else by xgrammar."""
 
-import logging
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -23,19 +22,17 @@ from itemset.serving.engine.version_rollout import Preparer
 from itemset.serving.warm_up import compile_all
 from itemset.serving.wire import WIRE, HolesSpec, read
 from sglang_static import compat
+from sglang_static.compat import logger
 from sglang_static.metrics import SchedulerFigures
 from sglang_static.scheduler import masks
 from sglang_static.scheduler.masks import receive_request
 from sglang_static.scheduler.versions import RankDevices
 
-logger = logging.getLogger(__name__)
-
 
 class StaticGrammar(BaseGrammarObject):
     """One request's item set, or grammar with sets in it, as SGLang wants it (constrained/base_grammar_backend.py).
 
-    The first grammar of a batch makes, moves and applies the mask of all: ours is xgrammar's bitmask, so that either
-    may be the first.
+    A batch's first grammar makes, moves and applies the mask of all: ours is xgrammar's bitmask, so any may be first.
     """
 
     allocate_vocab_mask = XGrammarGrammar.allocate_vocab_mask

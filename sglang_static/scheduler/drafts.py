@@ -5,7 +5,6 @@ has to be rolled back. What drafts may be recorded in SGLang's CUDA graphs, so i
 """
 
 import contextlib
-import logging
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,11 +14,9 @@ from torch import Tensor
 
 from itemset.masking.batch import LOCAL
 from itemset.trie.walk import FREE
-from sglang_static.compat import hook
+from sglang_static.compat import hook, logger
 from sglang_static.scheduler import masks, weights
 from sglang_static.scheduler.masks import ItemSetSampler
-
-logger = logging.getLogger(__name__)
 
 MASKED = -1e30  # what masks the columns of a draft vocabulary: finite, because it may hold none of the legal tokens
 
@@ -103,8 +100,7 @@ _stepping: list[_Drafting] = []  # the phase whose steps run
 
 @contextlib.contextmanager
 def _drafting(worker: Any, slots: Tensor, *, steps: bool) -> Iterator[None]:
-    """While this is entered, mask the logits of a worker's draft model, whether it runs or a CUDA graph is replayed,
-    which has one row for each request."""
+    """Mask the logits of a worker's draft model meanwhile, also of a replayed CUDA graph, which has a row a request."""
     sampler = masks.current()
     if sampler is None:
         yield

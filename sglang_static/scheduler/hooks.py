@@ -42,7 +42,7 @@ def _load_model(original: Callable[..., Any], self: Any) -> Any:
 
     register_grammar_backend(BACKEND, make_backend)
     config = StaticConfig.of(compat.options())
-    if config.item_set_path != "host" and compat.why_host_path(self.server_args) is None:
+    if config.why_on_host(compat.why_host_path(self.server_args)) is None:
         sampler = masks.ItemSetSampler(config, self.device, self.model_config.vocab_size)
         self.item_set_sampler, sampler.runner = sampler, self
         if compat.resolved(self.server_args).speculative_algorithm is not None:

@@ -1,6 +1,5 @@
 """How ranked lists get into SGLang's schedulers: the beams of lists are of ours, and their memory is tried."""
 
-import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -9,10 +8,8 @@ import torch
 
 from itemset.serving.config import StaticConfig
 from sglang_static import compat
-from sglang_static.compat import hook
+from sglang_static.compat import hook, logger
 from sglang_static.scheduler import masks
-
-logger = logging.getLogger(__name__)
 
 SEARCH = 1 << 29  # bytes: of a search besides its logits, most of them the keys of children and what sorts them
 LOGITS = 6  # float32 rows for each row of a pass: tensor parallelism gathers and copies logits; as many are left over

@@ -33,8 +33,8 @@ MOST_PASSES = 32  # of a list: rounds read a long tail in one request
 class Chosen(NamedTuple):
     """What a selection leaves for the commit that follows it. Tensors on the device.
 
-    last: whether no pass is left. state: [2] int64: whether no pass could change the list, and how many beams are open.
-    The rest: see `Beams`.
+    last: whether no pass is left. state: [2] int64: whether the list is final, and how many beams are open. The others:
+    see `Beams`.
     """
 
     last: bool
@@ -46,8 +46,7 @@ class Chosen(NamedTuple):
 
 
 def _of_next_pass(name: str) -> Any:
-    """Return a property of all rows but the leader's, of which it has those of the next pass; at the end all of
-    them."""
+    """Return a property of the rows but the leader's in the next pass; at the end of all of them."""
 
     def first(group: "ItemGroup") -> Tensor | None:
         rows: Tensor | None = getattr(group, name)
@@ -126,8 +125,7 @@ class ItemGroup(BeamGroup):
         return held - int(self.slots_freed)
 
     def await_selections(self) -> None:
-        """Before anything is reclaimed: let the current stream wait for the selections that nobody has read, which move
-        slots from row to row."""
+        """Let the current stream wait, before slots are reclaimed, for unread selections, which move slots of rows."""
         if self._pending_steps:
             torch.get_device_module(self._device).current_stream().wait_stream(self._stream)
 
@@ -139,8 +137,8 @@ class ItemGroup(BeamGroup):
             self._released = True
 
     def select(self, pieces: Sequence[Tensor], tick: int, table: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Choose the next beams by the logits of a pass. Returns their tokens and the rows that they continue, [rows]
-        int64; None for these at the end."""
+        """Choose the next beams by a pass's logits. Returns their tokens and parents' rows (None at the end), [rows]
+        int64."""
         nothing = torch.zeros(self.beam_width, dtype=torch.int64, device=self._device)
         if self._item_set is None or self._ending:
             return nothing, None  # the list has ended, or does once the selection before this one is read
@@ -340,8 +338,7 @@ def _refusal(reason: NoList, detail: str) -> str:
 
 
 def _too_much(coordinator: Any, counts: Sequence[int], in_memory: int) -> str | None:
-    """Return why no list of this set and width can be made here. counts: rows of each of its passes. in_memory: rows of
-    a pass for which there is memory."""
+    """Return why no such list can be made here. counts: rows of each pass. in_memory: rows of a pass that have room."""
     rows, most = rows_in(counts), coordinator.req_to_token_pool.size
     if rows > most:
         return f"its {rows:,} rows are more than the engine's {most:,} requests: raise --max-running-requests"

@@ -1,7 +1,6 @@
 """Item sets inside SGLang's sampler: the state of each request slot, and the mask of each logits row."""
 
 import copy
-import logging
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -20,9 +19,7 @@ from itemset.serving.config import StaticConfig
 from itemset.serving.wire import WIRE, EngineRequest, SetRef, read
 from itemset.trie.walk import DEAD, END
 from sglang_static import compat
-from sglang_static.compat import hook
-
-logger = logging.getLogger(__name__)
+from sglang_static.compat import hook, logger
 
 PADDED = 64  # columns of which SGLang's logits are a multiple (layers/vocab_parallel_embedding.py)
 

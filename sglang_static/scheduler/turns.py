@@ -126,8 +126,7 @@ def _parted(batch: Any, which: Sequence[int]) -> Any:
 
 
 def waiting(queue: Sequence[Any], rows: int, slots: int) -> list[Any]:
-    """Return the queue's lists that wait for others to end. rows, slots: what lists may have together of the requests'
-    rows and of the KV cache."""
+    """Return the queue's lists that wait for others to end. rows, slots of KV: what all lists may have together."""
     queued = [request for request in queue if is_list(request.beam_group)]
     away = {id(request.beam_group) for request in queued}  # one that gave way to others was admitted before
     admitted, late = [group for group in admitted_lists() if id(group) not in away], list[Any]()

@@ -1,6 +1,5 @@
 """Version roll-outs in the schedulers: what they do between their steps."""
 
-import logging
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -10,9 +9,7 @@ from itemset.serving.catalogue import Opened
 from itemset.serving.engine.version_rollout import Devices, or_reason, warn_of_no_room
 from itemset.serving.wire import Prepare, Stage
 from sglang_static import compat
-from sglang_static.compat import hook
-
-logger = logging.getLogger(__name__)
+from sglang_static.compat import hook, logger
 
 
 @hook("sglang.srt.managers.scheduler:Scheduler.handle_dumper_control", why="new versions of followed sets are taken up")

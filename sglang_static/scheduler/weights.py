@@ -2,8 +2,7 @@
 the weight: the logarithm of the legal mass, the model's probability of all legal tokens.
 
 They leave the scheduler in the place of each sampled token's log-probability, log q in that of the most likely one. So
-they take part in all that SGLang does with these: asynchronous copies, accepted and rejected drafts, tokens cut after
-an end.
+they take part in all that SGLang does with these: asynchronous copies, drafts accepted or not, cut tokens.
 """
 
 import contextlib

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from vllm.config import VllmConfig
-from vllm.logger import init_logger
 from vllm.v1.request import Request
 from vllm.v1.structured_output.backend_types import (
     StructuredOutputBackend,
@@ -35,9 +34,8 @@ from itemset.serving.metrics import label
 from itemset.serving.warm_up import compile_all
 from itemset.serving.wire import WIRE, HolesSpec, SetRef, read
 from vllm_static import compat
+from vllm_static.compat import logger
 from vllm_static.core.device_path import DevicePath
-
-logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
 
 
 class StaticGrammar(StructuredOutputGrammar):
@@ -181,8 +179,7 @@ class StaticBackend(StructuredOutputBackend):
         """Return a step's bitmask, [rows, words] int32: item sets' rows filled in one call, all others by vLLM itself.
 
         A request has a row for each of its drafts and one more; since vLLM 0.33 as many rows as if it had the most
-        drafts. They are as vLLM fills them one after another (v1/structured_output/__init__.py, grammar_bitmask), and
-        valid until the next step.
+        drafts. As vLLM fills them (v1/structured_output/__init__.py, grammar_bitmask). Valid until the next step.
         """
         hosts, states, rows, free = list[HostState](), list[int](), list[int](), list[int]()
         others, other_rows = list[str](), list[int]()

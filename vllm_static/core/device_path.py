@@ -8,7 +8,6 @@ import copy
 from collections.abc import Collection
 from typing import Any
 
-from vllm.logger import init_logger
 from vllm.v1.request import Request
 
 from itemset import ItemSet
@@ -19,9 +18,8 @@ from itemset.serving.catalogue import Catalogue, Opened
 from itemset.serving.engine.version_rollout import Devices, warn_of_no_room
 from itemset.serving.wire import WIRE, EngineRequest, Prepare, SetRef, Stage, read
 from vllm_static import compat
+from vllm_static.compat import logger
 from vllm_static.worker.versions import close_in_worker, prepare_in_worker
-
-logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
 
 RESIDENT = "item_set_resident"  # attribute of a request in the engine core: the Resident that it holds, until it ends
 
@@ -49,7 +47,7 @@ class DevicePath(Devices):
         try:
             resident = self.plan.acquire(item_set)
         except ArenaFullError as error:
-            logger.warning_once("An item set takes the host path: %s (inline_set_memory in --additional-config)", error)
+            logger.warning("An item set takes the host path: %s (inline_set_memory in --additional-config)", error)
             return False
         setattr(request, RESIDENT, resident)
         place = Place(resident.number, resident.start, resident.digest, start, resident.below)

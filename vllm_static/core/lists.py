@@ -3,18 +3,14 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm.logger import init_logger
-
 from itemset.serving.config import StaticConfig
 from vllm_static import compat
-from vllm_static.compat import hook
+from vllm_static.compat import hook, logger
 from vllm_static.worker.beam_kv import Room
 from vllm_static.worker.list_hooks import install, longest_item, try_out
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
-
-logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
 
 SHARE = 8  # of the KV cache, the part that lists take at most
 SHARE_UNASKED = 16  # the same, if nobody says for how many beams

@@ -65,8 +65,7 @@ def _update_from_output(
 
 
 def _stop(request: Any, thinking: Thinking, output: Any) -> bool:
-    """Stop a request at the end of its thought. Returns whether it goes on: if it has been preempted meanwhile, its KV
-    is gone, and it only stops."""
+    """Stop a request at the end of its thought. Returns whether it goes on: one that was preempted has lost its KV."""
     marker, length = thinking.marker, len(thinking.marker)
     if request is None or not marker or not output.sampled_token_ids:
         return False

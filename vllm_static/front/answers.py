@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from vllm.logger import init_logger
-
 from itemset.serving import metrics
 from itemset.serving.front import http_bodies
 from itemset.serving.front.answer_fields import Expected, ExpectedItems, told_of
@@ -19,9 +17,7 @@ from itemset.serving.front.request import THOUGHT, Thought
 from itemset.serving.front.request_fields import LOGPROBS
 from itemset.serving.hooks import IMPORTED
 from vllm_static import compat
-from vllm_static.compat import hook
-
-logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
+from vllm_static.compat import hook, logger
 
 _NEAR = 64  # tokens in which the end of reasoning is looked for
 EXPECTED = "expected_item"
@@ -118,8 +114,7 @@ def get_parser(original: Callable[..., Any]) -> Any:
 
 
 def noting() -> Callable[..., Any]:
-    """Return what notes the items of the next prompt that is handed to the engine, for the choices that its endpoint
-    makes, and passes its RequestOutput on."""
+    """Return what notes the items of the engine's next prompt, for its endpoint, and passes its RequestOutput on."""
     body = http_bodies.body()
     prompt, body.prompts = body.prompts, body.prompts + 1
 

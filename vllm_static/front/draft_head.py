@@ -40,8 +40,7 @@ def drafting(path: str, vllm_config: Any, checks: Checks) -> Callable[[InlineSet
     placeholders, most = head.placeholders, MOST_LOGITS // (4 * head.row_size)  # beams for which there is memory
 
     def placeholders_of(made: InlineSet, asked: ListOptions) -> Tokens:
-        """Return those of a list that the head makes, else none: it neither proves nor counts lengths, nor knows inline
-        sets."""
+        """Return those of a list that the head makes: of no inline set, no proof, and no normalised lengths."""
         ours = not made.reference.startswith(INLINE) and made.item_set.longest <= len(placeholders)
         if not ours or asked.exact or asked.max_passes is not None or asked.normalise_length:
             return ()

@@ -6,14 +6,11 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from vllm.logger import init_logger
-
 from itemset.serving.config import StaticConfig
 from itemset.serving.front.list_runner import OneRequest, Pace
 from itemset.serving.wire import EngineRequest, ListResult, ListSpec
 from vllm_static import compat
-
-logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
+from vllm_static.compat import logger
 
 _BEAMS = 512  # until a worker has said how many have room
 LOOK = 0.002  # seconds between two looks whether other requests have had their time

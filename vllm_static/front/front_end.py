@@ -7,12 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from vllm.config import VllmConfig
-from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar
 
 from itemset.errors import ItemSetError
-from itemset.serving.catalogue import InlineSet, RefusedError
+from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import ModelLimits, StaticConfig, Words
 from itemset.serving.constraint import JSON, TAG
 from itemset.serving.front.answer_fields import Expected, ExpectedItems
@@ -20,15 +19,14 @@ from itemset.serving.front.front_end import FrontEndBase, ListJob
 from itemset.serving.front.http_bodies import body
 from itemset.serving.front.list_runner import Lists
 from itemset.serving.front.request import ItemRequest, Thought
-from itemset.serving.front.request_fields import BEAMS, REFERENCE, ListOptions
+from itemset.serving.front.request_fields import BEAMS, REFERENCE
 from itemset.serving.front.sampler_limits import PARAMETERS, refuse_unsampled
 from itemset.serving.wire import WIRE, EngineRequest, Tokens
 from vllm_static import compat
+from vllm_static.compat import logger
 from vllm_static.front.engine_lists import EngineLists
 from vllm_static.front.request import names_sets
 from vllm_static.metrics import ROLLOUT
-
-logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
 
 AFTER = 1  # of the context: a request that scores an item must sample a token; in V2 it holds the end token besides
 PATIENCE = 1.0  # seconds after which a front end checks that the engine is still there
@@ -62,24 +60,20 @@ class FrontEnd(FrontEndBase):
         )
         self.vllm_config = vllm_config
         self._lists: Lists | None = None
-        self._drafting = None
         if config.item_set_draft_head is not None:
             from vllm_static.front.draft_head import drafting
 
-            self._drafting = drafting(config.item_set_draft_head, vllm_config, self.checks)
+            self.drafting = drafting(config.item_set_draft_head, vllm_config, self.checks)
         self.v2, self._logprobs_mode = bool(vllm_config.use_v2_model_runner), str(model.logprobs_mode)
-        path, speculative = "device path, masks inside the sampler", vllm_config.speculative_config
-        self.host_path = not compat.on_device_path(vllm_config)
-        if self.host_path:
-            as_configured = "as configured" if config.item_set_path == "host" else None
-            path = f"host path: {as_configured or compat.why_host_path(vllm_config)}"
-            if speculative is not None:
-                logger.warning(
-                    "On the host path no draft of %s is forced or masked: those of requests with an item set are cut "
-                    "where they leave it, and most of them do.",
-                    speculative.method,
-                )
-        logger.info("Structured output backend static, %s. Item sets: %s", path, self.checks.summary())
+        on_device, speculative = compat.on_device_path(vllm_config), vllm_config.speculative_config
+        reason = None if on_device else str(config.why_on_host(compat.why_host_path(vllm_config)))
+        self._begin("Structured output backend", reason)
+        if self.host_path and speculative is not None:
+            logger.warning(
+                "On the host path no draft of %s is forced or masked: those of requests with an item set are cut where "
+                "they leave it, and most of them do.",
+                speculative.method,
+            )
 
     def attach(
         self, asked: ItemRequest, params: SamplingParams, prompt_tokens: int
@@ -152,9 +146,6 @@ class FrontEnd(FrontEndBase):
                 BEAMS,
             )
         return self.begin_list(asked, prompt_tokens=prompt_tokens, after=AFTER + self.v2, reasons={})
-
-    def _placeholders(self, made: InlineSet, asked: ListOptions) -> Tokens:
-        return () if self._drafting is None else self._drafting(made, asked)
 
     def lists(self, client: Any) -> Lists:
         """Return what runs the ranked lists of the server whose engine `client` talks to."""

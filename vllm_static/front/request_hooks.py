@@ -5,17 +5,31 @@ import copy
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from itemset.errors import ItemSetError
 from itemset.serving import metrics
 from itemset.serving.config import start_up
+from itemset.serving.front import http_bodies
 from itemset.serving.front.request import wants_candidates
 from itemset.serving.front.request_fields import REFERENCE, SLATE, STRUCTURED
-from itemset.serving.hooks import IMPORTED
+from itemset.serving.hooks import IMPORTED, Later
 from vllm_static import compat
 from vllm_static.compat import hook
 from vllm_static.front import answers
+
+if TYPE_CHECKING:
+    from vllm import exceptions, sampling_params
+    from vllm.renderers.inputs import preprocess
+
+    from vllm_static.front import front_end as front_ends
+    from vllm_static.front import http, list_requests
+    from vllm_static.front import request as requests
+else:
+    exceptions, sampling_params = Later("vllm.exceptions"), Later("vllm.sampling_params")
+    preprocess = Later("vllm.renderers.inputs.preprocess")
+    front_ends, http = Later("vllm_static.front.front_end"), Later("vllm_static.front.http")
+    list_requests, requests = Later("vllm_static.front.list_requests"), Later("vllm_static.front.request")
 
 
 @hook("vllm.v1.engine.input_processor:InputProcessor.__init__", always=True)
@@ -26,12 +40,10 @@ def _input_processor_init(original: Callable[..., Any], self: Any, vllm_config: 
     if compat.is_ours(vllm_config):
         # Knows the built-in backends only: constraints without sets are validated as xgrammar's.
         self.structured_outputs_config = compat.xgrammar_config(self.structured_outputs_config)
-        from vllm_static.front.front_end import FrontEnd
-
         with start_up():
             if self.tokenizer is None:
                 raise ValueError("the static backend needs the model's tokenizer: leave out skip_tokenizer_init")
-            self.static_front_end = FrontEnd(vllm_config, self.tokenizer)
+            self.static_front_end = front_ends.FrontEnd(vllm_config, self.tokenizer)
 
 
 @contextlib.contextmanager
@@ -42,35 +54,26 @@ def refusals(params: Any = None) -> Iterator[None]:
         with metrics.refusals():
             yield
     except ItemSetError as error:
-        from vllm.exceptions import VLLMValidationError
-
-        from vllm_static.front.request import asks_slate
-
         own = REFERENCE if getattr(params, STRUCTURED, None) is None else STRUCTURED
-        own = SLATE if asks_slate(params) else own
-        raise VLLMValidationError(str(error), parameter=getattr(error, "param", None) or own) from error
+        own = SLATE if requests.asks_slate(params) else own
+        raise exceptions.VLLMValidationError(str(error), parameter=getattr(error, "param", None) or own) from error
 
 
 @hook("vllm.v1.engine.input_processor:InputProcessor.process_inputs", always=True)
 def _process_inputs(original: Callable[..., Any], self: Any, params: Any) -> Any:
     """The item set is attached to its request: every request passes here, with its prompt's length known."""
-    from vllm.exceptions import VLLMValidationError
-    from vllm.sampling_params import SamplingParams
-
-    from vllm_static.front.request import asked, names_sets, put
-
     front_end, item_request, told = self.static_front_end, None, getattr(params, answers.TOLD, None)
-    if isinstance(params, SamplingParams):
+    if isinstance(params, sampling_params.SamplingParams):
         with refusals(params):
-            if not front_end and names_sets(params):  # it would be ignored
+            if not front_end and requests.names_sets(params):  # it would be ignored
                 flags = "--structured-outputs-config.backend static and --item-set"
                 raise ItemSetError(f"this engine has no item sets: start it with {flags}")
-            if front_end and (judged := asked(params)) is not None:
-                params = put(params, item_request := front_end.pinned(judged))
+            if front_end and (judged := requests.asked(params)) is not None:
+                params = requests.put(params, item_request := front_end.pinned(judged))
     given = params
     if item_request is not None:
         if self.model_config.is_diffusion:
-            raise VLLMValidationError("Item sets are not supported for diffusion language models.")
+            raise exceptions.VLLMValidationError("Item sets are not supported for diffusion language models.")
         given = copy.copy(params)
         if not item_request.after or item_request.choice is not None:
             given.structured_outputs = None  # vLLM knows no such: `attach` puts its own
@@ -93,15 +96,12 @@ def _generate(
     each item an output."""
     if not self.input_processor.static_front_end:
         return original()
-    from vllm_static.front import http
-    from vllm_static.front.request import asked
-
     options = {"lora_request": lora_request, "trace_headers": trace_headers, "session_id": session_id}
     if wants_candidates(getattr(sampling_params, "extra_args", None)):
         return _candidates(self, prompt, sampling_params, request_id, priority=priority, **options)
     with refusals(sampling_params):
         params = http.with_item_set(sampling_params)
-        if (item_request := asked(params)) is None:
+        if (item_request := requests.asked(params)) is None:
             return original(sampling_params=params)
     tokens = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt if isinstance(prompt, str) else None
     prepare = partial(self.input_processor.static_front_end.prepare, item_request, tokens)
@@ -113,13 +113,9 @@ async def _prepared(
 ) -> Any:
     """Return the answers of a request, whose set or constraint is made first: for a large inline set it takes seconds.
     options: of the request, for a list after its thought."""
-    from vllm_static.front import list_requests
-    from vllm_static.front.front_end import follow
-    from vllm_static.front.request import put
-
-    follow(client)  # without a server nobody has begun to
+    front_ends.follow(client)  # without a server nobody has begun to
     with refusals(params):
-        params = put(params, await prepare())
+        params = requests.put(params, await prepare())
     told: dict[int, Any] = {}
     setattr(params, answers.TOLD, told)
     async with aclosing(original(sampling_params=params)) as results:
@@ -133,16 +129,11 @@ async def _candidates(
     client: Any, prompt: Any, params: Any, request_id: str, **options: Any
 ) -> AsyncGenerator[Any, None]:
     """Yield a list or draws, each item an output."""
-    from vllm.renderers.inputs.preprocess import parse_model_prompt
-
-    from vllm_static.front import list_requests
-    from vllm_static.front.request import asked_of_generate
-
     with refusals():
-        request = asked_of_generate(params)
+        request = requests.asked_of_generate(params)
         assert request is not None
         if not (isinstance(prompt, dict) and "prompt_token_ids" in prompt):
-            parsed = parse_model_prompt(client.model_config, prompt)
+            parsed = preprocess.parse_model_prompt(client.model_config, prompt)
             (prompt,) = await client.renderer.render_cmpl_async([parsed])
         async for output in list_requests.online(request, client, prompt, request_id, **options):
             yield output
@@ -159,9 +150,6 @@ def _generate_offline(
     wanted = any(wants_candidates(getattr(one, "extra_args", None)) for one in given)
     if self.llm_engine.input_processor.static_front_end is None or not wanted:
         return original()
-    from vllm_static.front import list_requests
-    from vllm_static.front.request import asked_of_generate
-
     alone = not isinstance(prompts, list | tuple) or (len(prompts) > 0 and isinstance(prompts[0], int))
     prompts = [prompts] if alone else list(prompts)
     each = list(self._params_to_seq(sampling_params, len(prompts)))
@@ -172,7 +160,7 @@ def _generate_offline(
         return [values[i] for i in chosen]
 
     with refusals():
-        asked = [asked_of_generate(one) for one in each]
+        asked = [requests.asked_of_generate(one) for one in each]
         ours = [i for i, one in enumerate(asked) if one is not None]
         inputs = self._preprocess_cmpl(of(prompts, ours), tokenization_kwargs)
         chosen = None if priority is None else of(priorities, ours)
@@ -189,8 +177,6 @@ def _generate_offline(
 @hook("vllm.entrypoints.common.offline:OfflineInferenceMixin._run_engine", when=IMPORTED)
 def _run_engine(original: Callable[..., Any], self: Any) -> Any:
     """Offline, lists after thoughts, whichever method of `LLM` has asked for them."""
-    from vllm_static.front import list_requests
-
     with refusals():
         return list_requests.with_lists(self, original())
 
@@ -198,17 +184,13 @@ def _run_engine(original: Callable[..., Any], self: Any) -> Any:
 @hook("vllm.entrypoints.serve.engine.serving:BaseServing._check_model", when=IMPORTED)
 async def _check_model(original: Callable[..., Any], self: Any, request: Any) -> Any:
     """The fields of a request: every endpoint passes here, before vLLM makes parameters, without most of them."""
-    from vllm.exceptions import VLLMValidationError
-
-    from vllm_static.front import http
-
     if hasattr(request, "model_extra"):
         try:
             with refusals(request):
                 http.judge_request(request)
                 if (front_end := compat.front_end_of(self)) is not None:
                     await http.make_sets(front_end)
-        except VLLMValidationError as error:  # not every endpoint expects one to be raised here
+        except exceptions.VLLMValidationError as error:  # not every endpoint expects one to be raised here
             return self.create_error_response(error)
     return await original()
 
@@ -219,13 +201,10 @@ def _beam_search(
 ) -> Any:  # priority: since vLLM 0.33
     """Ranked lists offline: vLLM's own loop loses legal candidates, and knows the built-in backends only. A plugin that
     was there first may have put its own there, above the class that has vLLM's."""
-    from vllm_static.front import list_requests
-    from vllm_static.front.request import asked
-
     if self.llm_engine.input_processor.static_front_end is None:
         return original()
     with refusals(params):
-        if (item_request := asked(params)) is None:
+        if (item_request := requests.asked(params)) is None:
             return original(params=compat.beams_by_xgrammar(params))
         inputs = self._preprocess_cmpl(prompts)
         loras = self._lora_request_to_seq(lora_request, len(inputs))
@@ -234,27 +213,19 @@ def _beam_search(
 
 
 @hook("vllm.entrypoints.generate.beam_search.online:BeamSearchOnlineMixin.beam_search", when=IMPORTED)
-def _beam_search_online(
+async def _beam_search_online(
     original: Callable[..., Any], self: Any, prompt: Any, request_id: str, params: Any, lora_request: Any,
     trace_headers: Any, session_id: Any, priority: int = 0,
 ) -> AsyncGenerator[Any, None]:  # fmt: skip # priority: since vLLM 0.33
     """Ranked lists over HTTP."""
-    from vllm_static.front import http, list_requests
-    from vllm_static.front.request import asked
-
-    way: Any = original
+    way, note = original, answers.noting()
     with refusals(params):
         if self.engine_client.input_processor.static_front_end:
             params = http.with_item_set(params)
-            if (item_request := asked(params)) is not None:
+            if (item_request := requests.asked(params)) is not None:
                 options = {"trace_headers": trace_headers, "session_id": session_id, "priority": priority}
                 options["lora_request"] = lora_request
                 way = partial(list_requests.online, item_request, self.engine_client, prompt, request_id, **options)
-    return _refused_late(way, params, answers.noting())
-
-
-async def _refused_late(way: Callable[..., Any], params: Any, note: Callable[..., Any]) -> AsyncGenerator[Any, None]:
-    with refusals(params):
         async for result in way():
             yield note(result)
 
@@ -262,6 +233,4 @@ async def _refused_late(way: Callable[..., Any], params: Any, note: Callable[...
 @hook("starlette.requests:Request.json", when=IMPORTED, always=True)
 def _parse_body(original: Callable[..., Any], self: Any) -> Any:
     """An HTTP body is judged as soon as it is parsed, before anything is dropped, where our middleware asks for it."""
-    from itemset.serving.front import http_bodies
-
     return http_bodies.judged(hook, original, self)

@@ -39,11 +39,11 @@ def sample_tokens(original: Callable[..., Any], self: Any, grammar_output: Any) 
     has_logits = getattr(state, "logits", None) is not None
     if grammar_output is not None and has_logits and compat.is_ours(self.vllm_config):
         constrained = set(grammar_output.structured_output_request_ids)
-        each = {
-            i: _weighs_at(self.requests[request].sampling_params)
-            for i, request in enumerate(self.input_batch.req_ids)
-            if request in constrained
-        }
+        each = dict[int, float]()
+        for i, request in enumerate(self.input_batch.req_ids):
+            params = self.requests[request].sampling_params
+            if request in constrained and (carried := read(params.extra_args)) is not None:
+                each[i] = carried.weighs_at(params.temperature)
         if requests := [i for i, asked in each.items() if asked]:
             rows = _rows(requests, state.spec_decode_metadata)
             temperatures = compat.to_device([each[i] for i, *_ in rows], state.logits.device, np.float32)[:, None]
@@ -90,11 +90,6 @@ def _rows(requests: Sequence[int], drafts: Any) -> list[tuple[int, int, int]]:
     return [(one, place, first[one] + place) for one in requests for place in range(drafts.num_draft_tokens[one] + 1)]
 
 
-def _weighs_at(params: Any) -> float:
-    carried = read(getattr(params, "extra_args", None))
-    return 0.0 if carried is None else carried.weighs_at(params.temperature)
-
-
 def _scaled(logits: Tensor, rows: Sequence[tuple[int, int, int]], temperatures: Tensor) -> Tensor:
     """Return the logits of these rows, by their temperatures: [rows, vocabulary] float32."""
     return logits[compat.to_device([row for *_, row in rows], logits.device)].float() / temperatures
@@ -135,8 +130,7 @@ def scoring(one: "Pass", *, cached: bool) -> dict[str, Any]:
 
 
 def lacks_scores(one: "Pass", prompt_tokens: int, output: Any) -> bool:
-    """Return whether V1 has filled in only the rows that it has computed, and left what was in memory for the
-    others."""
+    """Return whether V1 has filled in only the rows that it computed: the others are whatever was in memory."""
     return len(one.tokens) > one.known and (output.num_cached_tokens or 0) >= prompt_tokens + one.known
 
 

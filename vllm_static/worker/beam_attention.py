@@ -141,10 +141,8 @@ def add_own(
 
 
 def own_entries(kv_cache: Tensor, first_block: int) -> Tensor:
-    """Return the memory of a layer's last blocks as entries of beams: [entries, KV heads, 2 x size].
-
-    Raises NotImplementedError if a block's memory is not dense.
-    """
+    """Return the memory of a layer's last blocks as entries of beams: [entries, KV heads, 2 x size]. Raises
+    NotImplementedError if a block's memory is not dense."""
     blocks, kv_heads, tokens, both = kv_cache.shape
     if kv_cache.stride(0) != kv_heads * tokens * both:
         raise NotImplementedError(f"a KV cache with strides of {kv_cache.stride()}")

@@ -1,8 +1,7 @@
 """Forward passes of the target model inside a step, whose rows branch off prompts that are complete.
 
 They run between a step's sampling and its end, on model runner V2 (v1/worker/gpu/model_runner.py), where nothing reads
-the buffers that they fill any more: those of tokens, positions and slots. All shapes are known to the host, and nothing
-is read back.
+the buffers that they fill any more (tokens, positions, slots). The host knows all shapes, and nothing is read back.
 """
 
 import dataclasses
@@ -14,15 +13,13 @@ import torch
 from torch import Tensor
 from vllm.config.compilation import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor, set_forward_context
-from vllm.logger import init_logger
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 
 from itemset.serving.wire import MOST_LOGITS
+from vllm_static.compat import logger
 from vllm_static.worker import beam_attention
 from vllm_static.worker.beam_kv import BeamKV, BeamMetadata, Prompt
-
-logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
 
 
 def try_out(runner: Any, first_block: int) -> str | None:
@@ -103,8 +100,7 @@ def states_after(runner: Any, kv: BeamKV, tokens: Tensor) -> Generator[int, None
 
 
 def use_adapters(runner: Any, requests: list[str], slots: np.ndarray) -> None:
-    """Set the LoRA adapters of the tokens of the next pass, each by its request's slot. A request that has ended has
-    none: its slot may be another's by now."""
+    """Set the LoRA adapters of the next pass's tokens by slot; none for an ended request, whose slot may be reused."""
     if runner.lora_config:
         active, ids = runner.lora_state.get_activate_loras(requests), runner.lora_state.lora_ids[slots]
         each = tuple(np.where(np.isin(ids, [one.lora_int_id for one in active]), ids, 0))

@@ -9,12 +9,9 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from torch import Tensor
-from vllm.logger import init_logger
 
 from vllm_static import compat
-from vllm_static.compat import hook
-
-logger = init_logger(f"vllm.{__name__}")
+from vllm_static.compat import hook, logger
 
 SPECULATION = "Checked in workers that speculate on the device path"
 """When these hooks are put in place: their modules are too heavy to import elsewhere."""

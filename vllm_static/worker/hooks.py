@@ -4,14 +4,11 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-from vllm.logger import init_logger
 
 from itemset.serving.config import StaticConfig
 from itemset.serving.hooks import IMPORTED
 from vllm_static import compat
-from vllm_static.compat import hook
-
-logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
+from vllm_static.compat import hook, logger
 
 
 # A processor that asks to change one request's logits makes model runner V2 copy those of the whole batch to float32,

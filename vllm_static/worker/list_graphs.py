@@ -83,8 +83,7 @@ class ListGraphs:
         return False
 
     def make(self, one: Asked, make: Callable[..., Generator[int, None, Tensor]], plan: Any, alphabet: Any) -> Tensor:
-        """Return a list's table. make: as of `WideLists`. plan: of its set's levels. alphabet: the narrow head's, by
-        which scores are made."""
+        """Return a list's table. make: as of `WideLists`. plan: of its set's levels. alphabet: of its scores' head."""
         kind = (one.kind, self._blocks(one))
         recorded = self._seen.pop(kind, None)
         if recorded is None or recorded.plan is not plan or recorded.alphabet is not alphabet:

@@ -4,13 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-from vllm.logger import init_logger
 
 from vllm_static import compat
 from vllm_static.compat import hook
 from vllm_static.worker.beam_kv import Room
-
-logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
 
 LISTS = "Checked where ranked lists are made inside a step"  # time of an install
 _LISTS = "static_lists"
@@ -18,10 +15,8 @@ _PROMPTS = "vllm.v1.worker.gpu.sample.prompt_logprob:PromptLogprobsWorker"
 
 
 def try_out(worker: Any, blocks: int) -> int | str:
-    """Let a worker try passes in this many blocks, which no request has. Called by the engine core, as is the next.
-
-    Returns `beam_forward.logits_room`, or why it cannot make lists.
-    """
+    """Let a worker try passes in this many blocks, which no request has. Returns `beam_forward.logits_room`, or why it
+    cannot make lists. Called by the engine core, as is the next."""
     from vllm_static.worker import beam_forward
 
     runner = compat.runner_of(worker)

@@ -34,12 +34,11 @@ PARTS = 4  # of the memory of logits: if those of all rows do not fit, a part ha
 
 @dataclass
 class Making:
-    """Lists, or races, that are made together. passes: makes them, and before each pass says how many rows that has.
-    rows: of the pass before which it waits."""
+    """Lists, or races, that are made together. passes: makes them, and yields the rows of each pass before it."""
 
     group: list[Asked]
     passes: Iterator[int]
-    rows: int = 0
+    rows: int = 0  # of the pass before which it waits
 
 
 class WideLists:
@@ -217,8 +216,7 @@ class WideLists:
         return entries <= self._entries and self._logits_fit(lists[0], len(lists))
 
     def _logits_fit(self, one: Asked, lists: int) -> bool:
-        """Return whether there is room for the logits of a pass of this many lists: of all tokens, or of some rows,
-        beside those of the set's own tokens."""
+        """Return whether a pass of this many lists has room for all logits, or for some rows' and the set's own."""
         passes, most = self._passes(one), self._most_logits
         own = lists * passes.tokens * len(self._key(one)) // 8
         in_parts = lists * passes.queries <= most // PARTS and 2 * own <= self._room.tokens * self._runner.vocab_size

@@ -7,7 +7,6 @@ import numpy as np
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed import get_pp_group
-from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcessor, LogitsProcRequestState
 
@@ -20,9 +19,8 @@ from itemset.serving.config import StaticConfig
 from itemset.serving.wire import EngineRequest, read
 from itemset.trie.walk import FREE
 from vllm_static import compat
+from vllm_static.compat import logger
 from vllm_static.worker.narrow_head import NarrowHead
-
-logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
 
 _PADDING = 64  # columns of a model's head are a multiple of this (model_executor/layers/vocab_parallel_embedding.py)
 _NO_SET = "requests without a set"

@@ -17,14 +17,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 from vllm.distributed import get_tp_group
-from vllm.logger import init_logger
 
 from itemset.ranking.beams import Beams
 from itemset.serving.config import StaticConfig
 from vllm_static import compat
+from vllm_static.compat import logger
 from vllm_static.worker.narrow_hooks import reading
-
-logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
 
 SHARE = 3  # an alphabet has at most a third of the vocabulary: a CPU packs its full head, and no copies of its rows
 AUTO_SHARE = 8  # of answers, unless it is `on`: at a 19th they were faster on a CPU, at a third not always
@@ -105,8 +103,7 @@ class NarrowHead:
         return None if difference <= TOLERANCE * full.abs().max() else "the model changes some tokens' logits"
 
     def of_list(self, key: bytes) -> Alphabet | None:
-        """Return the alphabet of the passes of a list whose scores are renormalised, if the product is smaller for
-        it."""
+        """Return the alphabet of a renormalised list's passes, if it makes the product smaller."""
         return None if self.why_not is not None or self._large(key, SHARE) else self.alphabet(key)
 
     def _large(self, key: bytes, share: int) -> bool:

@@ -18,8 +18,7 @@ _products: list[Product] = []
 
 
 def sampled_steps(worker: Any) -> dict[str, int]:
-    """Return how many steps with answers of sets were sampled from logits of their tokens alone, and why others were
-    not. Called by the engine core."""
+    """Count for the engine core the steps sampled from logits of sets' own tokens, and why the others were not."""
     sets = compat.item_sets(compat.runner_of(worker))
     return {} if sets is None else dict(sets.narrow.steps)
 

@@ -1,5 +1,4 @@
-"""Triton's kernel of `child_sampling`: what may follow each row, its logits, the noise and the best of all, in one
-launch."""
+"""Triton's kernel of `child_sampling`: in one launch what may follow each row, its logits, the noise, and the best."""
 
 import torch
 import triton.language as tl

@@ -3,15 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
-from vllm.logger import init_logger
-
 from itemset.masking.arena import check_tables
 from itemset.masking.arena_plan import Piece
 from itemset.serving.engine.version_rollout import or_reason
 from itemset.serving.wire import Prepare, Stage
 from vllm_static import compat
-
-logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
+from vllm_static.compat import logger
 
 
 def prepare_in_worker(worker: Any, message: Prepare, piece: Piece | None) -> Stage | str:

@@ -9,8 +9,7 @@ A version's life:
     current   Catalogue.serve       <-  Catalogue.serve           ->  Catalogue.serve
     forgotten by the second `serve` after it; its copy on disk once no process has it open
 
-A process with requests has a `Preparer`. Its `Devices` know the engine's workers or ranks; none of this waits, because
-it runs between two steps.
+A process with requests has a `Preparer`. Its `Devices` know the engine's workers or ranks. Nothing waits between steps.
 """
 
 import logging

@@ -135,10 +135,8 @@ class ExpectedItems:
 
 
 def json_paths(text: bytes) -> dict[int, str]:
-    """Return of each string in a JSON text, or in the beginning of one, its path: `$.films[0]`.
-
-    By where its content begins, in bytes. Keys of objects have none.
-    """
+    """Return the path (`$.films[0]`) of each string in a JSON text, or in the beginning of one, by the byte where its
+    content begins. Keys of objects have none."""
     found: dict[int, str] = {}
     above: list[list[str | int | None]] = []  # of each open object the key, of each array the place
     is_key = False

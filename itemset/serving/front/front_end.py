@@ -1,5 +1,4 @@
-"""What the front ends of both engines have in common: from a judged request to what the engine gets of it, and to what
-its answers are read with."""
+"""What both front ends do: from a judged request to what its engine gets, and to what its answers are read with."""
 
 import copy
 import logging
@@ -43,9 +42,11 @@ class FrontEndBase:
     """One of each process that takes requests. Safe for threads."""
 
     follower: Follower | None = None  # of the published sets among the registered ones, once the engine can be asked
+    # Returns the placeholders of a `ListJob`; raises RefusedError without room for it. None without a draft head.
+    drafting: Callable[[InlineSet, ListOptions], Tokens] | None = None
     words: ClassVar[Words]  # the engine's, as is the next
     log: ClassVar[logging.Logger]
-    host_path: bool  # whether masks are made on the host
+    host_path: bool  # whether masks are made on the host; set by `_begin`
 
     def __init__(
         self, config: StaticConfig, tokenizer: Any, limits: ModelLimits, vocabulary: Callable[[], Vocabulary],
@@ -60,6 +61,12 @@ class FrontEndBase:
         options = {"options": json_options, "validate": self.validate}
         self.constraints = Constraints(self.checks, tokenizer, vocabulary, **options)
 
+    def _begin(self, backend: str, why_on_host: str | None) -> None:
+        """Note and log where masks are made. backend: the engine's word for it. why_on_host: see `StaticConfig`."""
+        self.host_path = why_on_host is not None
+        path = f"host path: {why_on_host}" if self.host_path else "device path, masks inside the sampler"
+        self.log.info("%s static, %s. Item sets: %s", backend, path, self.checks.summary())
+
     @staticmethod
     def validate(kind: str, spec: str) -> None:
         """Raises what it likes for a constraint that the engine itself refuses, see `Constraints`."""
@@ -73,7 +80,7 @@ class FrontEndBase:
     def pinned(self, asked: ItemRequest, prompt: Prompt | None = None) -> ItemRequest | None:
         """Return the request with its set or constraint, whatever version is served later; None if no set stands in it.
 
-        Waits until it is made. Without the `prompt`, a request that wants none of its items is only checked. Raises as
+        Waits until it is made. Without the `prompt`, a request that excludes its items is only checked. Raises as
         `Checks.made` and `Constraints.get` do.
         """
         if asked.made is not None:
@@ -151,10 +158,6 @@ class FrontEndBase:
             return EngineRequest(sets[0].ref, weighed=asked.weighed)
         return EngineRequest(holes=HolesSpec(grammar.spec(), [one.ref for one in sets]))
 
-    def _placeholders(self, made: InlineSet, asked: ListOptions) -> Tokens:
-        """Return those of a `ListJob`. Raises RefusedError if the draft head has no room."""
-        return ()
-
     def begin_list(self, asked: ItemRequest, *, prompt_tokens: int, after: int, reasons: Mapping[str, bool]) -> ListJob:
         """Begin a request's ranked list or draws. Counts it.
 
@@ -169,7 +172,7 @@ class FrontEndBase:
             most = min(self.config.ranked_list_limit, self.one_request.usual_beams(made.reference))
             options = options.with_beams(len(made.item_set), most)
             listed = options.of_engine(len(made.item_set), most)
-            placeholders = self._placeholders(made, listed)
+            placeholders = self.drafting(made, listed) if self.drafting is not None else ()
         after += len(placeholders)
         self.checks.request(made, prompt_tokens=prompt_tokens, min_tokens=0, stop_tokens=[end_token], after=after)
         item_set = made.item_set

@@ -166,7 +166,9 @@ class _Answer:
     async def __call__(self, message: Any) -> None:
         if not self._body.items:
             await self._send(message)
-        elif message["type"] == "http.response.start" and _is_json(message):
+        elif message["type"] == "http.response.start" and any(
+            name.lower() == b"content-type" and b"json" in value for name, value in message["headers"]
+        ):
             self._held = message
         elif message["type"] != "http.response.body":
             await self._send(message)
@@ -185,10 +187,6 @@ class _Answer:
                 await self._send(message | {"body": whole})
 
 
-def _is_json(message: Any) -> bool:
-    return any(name.lower() == b"content-type" and b"json" in value for name, value in message["headers"])
-
-
 def _with_items(data: bytes | msgspec.Raw, items: Mapping[int, dict[str, Any]]) -> bytes:
     """Return a JSON object of an OpenAI endpoint with its items: in choices that have ended, or beside a response's
     output. All else stays the text that it is."""
@@ -205,10 +203,8 @@ def _with_items(data: bytes | msgspec.Raw, items: Mapping[int, dict[str, Any]]) 
 
 
 def add_routes(app: Any, follower_of: "Callable[[Any], Follower | None]") -> None:
-    """Add `GET /v1/item_sets` and `POST /v1/item_sets/NAME/refresh` to a FastAPI application.
-
-    follower_of: its state's follower, None if its engine has no item sets.
-    """
+    """Add `GET /v1/item_sets` and `POST /v1/item_sets/NAME/refresh` to a FastAPI application. follower_of: returns its
+    state's follower, None if its engine has no item sets."""
     from fastapi import Request
     from fastapi.responses import JSONResponse
 

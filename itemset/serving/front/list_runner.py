@@ -7,7 +7,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -44,10 +44,7 @@ def search_for(
     item_set: ItemSet, options: ListOptions | DrawOptions, *, end_token: int, config: StaticConfig, words: Words,
     boost: float = 1.0,
 ) -> Rounds:  # fmt: skip
-    """Return the search for a request's list, or its draws. boost: what boosts are multiplied by.
-
-    Raises RefusedError for what passes the server's limits.
-    """
+    """Return the search for a list, or draws. boost: a factor of boosts. Raises RefusedError for what passes limits."""
     most, limit = config.ranked_list_passes, config.ranked_list_limit
     reason, width = "beam search", widest(options.width or 1)
     if isinstance(options, DrawOptions):
@@ -83,10 +80,8 @@ def search_for(
 def run_together(
     searches: Sequence[Rounds], score: Callable[[list[tuple[int, Pass]]], Sequence[Answer]]
 ) -> list[Found]:
-    """Run searches to their ends, round by round together. Raises RefusedError as `result_of` does.
-
-    score: runs passes, each with the index of its search.
-    """
+    """Run searches to their ends, round by round together. score: runs passes, each with its search's index. Raises
+    RefusedError as `result_of` does."""
     while asked := [(i, one) for i, search in enumerate(searches) for one in search.passes]:
         answers = iter(score(asked))
         for search in searches:
@@ -268,7 +263,10 @@ class Lists:
         """
         self._few = max(1, seats // FEW)
         self._pace = Pace(1, max(1, seats // 2))
-        self._warn, self._shorter, self._told = warn, shorter, False
+        why = "it takes rounds of requests, a forward pass for each beam and round"
+        mend = f"a smaller `width`, or `renormalised`, shortens lists{shorter}"
+        say_why = partial(warn, "A ranked list has taken %g s and goes on: %s; %s", LONG, why, mend)
+        self._say_why = cache(say_why)  # the first time alone
         self._unfinished = unfinished
         self._under_way, self._others, self._others_at = 0, 0, -OTHERS_STAY
         self._turn, self._freed = asyncio.Lock(), asyncio.Event()
@@ -285,7 +283,7 @@ class Lists:
         def take(outputs: list[Any]) -> None:
             search.take([read(one, output) for one, output in zip(search.passes, outputs, strict=True)])
 
-        long = asyncio.get_running_loop().call_later(LONG, self._tell)
+        long = asyncio.get_running_loop().call_later(LONG, self._say_why)
         try:
             await self._on_thread(lambda: search.passes)  # the first round may have to be made
             while search.passes:
@@ -294,19 +292,10 @@ class Lists:
         finally:
             long.cancel()
 
-    def _tell(self) -> None:
-        """Log, the first time, why a list takes long and what makes lists shorter."""
-        if not self._told:
-            self._told = True
-            why = "it takes rounds of requests, a forward pass for each beam and round"
-            mend = f"a smaller `width`, or `renormalised`, shortens lists{self._shorter}"
-            self._warn("A ranked list has taken %g s and goes on: %s; %s", LONG, why, mend)
-
     async def entries(
         self, best: Found, item_set: ItemSet, of_set: Mapping[str, Any], names: Sequence[str]
     ) -> AsyncGenerator[list[tuple[Any, dict[str, Any]]], None]:
-        """Yield the items, SLICE at a time, each with what an answer says of it (`described`); between them others get
-        their turn."""
+        """Yield SLICE items at a time, each with what an answer says of it (`described`). Between them others run."""
         (entries,) = await self._on_thread(described, [best], item_set, of_set, names)
         items = list(zip(best.items, entries, strict=True))
         for first in range(0, len(items), SLICE):

@@ -1,5 +1,4 @@
-"""What a body would lose: item sets where its endpoint does not read them, rightly written or nearly, and those in its
-constraints that do not reach the engine."""
+"""What a body would lose: sets, even misspelled, where its endpoint does not read them, or in unread constraints."""
 
 import contextlib
 import dataclasses

@@ -26,6 +26,8 @@ BENDING: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("logit_bias", "bad_words", "allowed_token_ids", "custom_logit_processor"), ({}, [])),
 }
 """Parameters that bend a model's distribution token by token, and values with which they do nothing."""
+_LISTS, _COUNTS = {fields.BEAMS: (False,), "beam_width": (False, 1)}, {"n": (1,), "best_of": (1,)}
+"""The same of parameters that ask for a list, and of those that ask for several answers."""
 UNSAID = ("stream", "echo", "logprobs", "prompt_logprobs", "return_logprob")
 """What an answer of draws has not."""
 
@@ -167,8 +169,7 @@ class Thought:
 
 
 def _list_after(given: Mapping[str, Any], *, alone: bool) -> str | bool:
-    """Return what ends the thought before a request's list; False without one. alone: whether it has a set, and asks
-    for nothing else."""
+    """Return what ends the thought before a list; False without one. alone: whether a set is all that is asked for."""
     after: str | bool | None = given.get(LIST_AFTER)
     if after is None or after is False:
         return False
@@ -311,22 +312,15 @@ def wants_candidates(given: Any) -> bool:
 
 def refuse_beside(given: Mapping[str, Any], what: str = "draws") -> None:
     """Raises RefusedError for fields of a request for draws that would be ignored, or mean something else."""
-    for name, harmless in ((fields.BEAMS, 0), ("beam_width", 1)):
-        if given.get(name) not in (None, False, harmless):
-            raise RefusedError(
-                "draws", f"draws and a ranked list exclude each other: leave {name} or {DRAWS} out", name
-            )
-    for name in ("n", "best_of"):
-        if given.get(name) not in (None, 1):
-            raise RefusedError("draws", f"{DRAWS} says how many items to draw: leave {name} out", name)
-    for name, neutral in BENDING.items():
-        if (value := given.get(name)) is not None and value not in neutral:
-            raise RefusedError(
-                "draws",
-                f"{name} would bend the model's distribution, and {what} follow it as it is: leave {name} out; "
-                "temperature is for draws too",
-                name,
-            )
+    bends = f"{{0}} would bend the model's distribution, and {what} follow it as it is: leave {{0}} out; "
+    for neutral, why in (
+        (_LISTS, f"draws and a ranked list exclude each other: leave {{0}} or {DRAWS} out"),
+        (_COUNTS, f"{DRAWS} says how many items to draw: leave {{0}} out"),
+        (BENDING, bends + "temperature is for draws too"),
+    ):
+        for name, values in neutral.items():
+            if given.get(name) not in (None, *values):
+                raise RefusedError("draws", why.format(name), name)
     for name in UNSAID:
         if given.get(name) is not None and given[name] is not False:  # logprobs: 0 asks for those of the tokens
             raise RefusedError("draws", f"{what} have no {name}: leave it out", name)

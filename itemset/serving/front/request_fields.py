@@ -86,10 +86,7 @@ def objects(value: Any) -> list[dict[str, Any]]:
 
 
 def rename_guided(given: dict[str, Any], into: dict[str, Any]) -> None:
-    """Take vLLM's older word out of an object for what it means: `choice` of another.
-
-    Raises RefusedError for both words, and if there is no list.
-    """
+    """Move vLLM's older word in an object to `choice` of another. Raises RefusedError for both, and for no list."""
     if (texts := given.pop(GUIDED, None)) is None:
         return
     if not isinstance(texts, list):

@@ -40,8 +40,8 @@ class Chosen:
     def get(self, selection: Mapping[str, Any], of: str, prompt: Prompt | None = None) -> InlineSet:
         """Return what a request's selection leaves of a registered set.
 
-        of: the set's reference. prompt: if known. Raises RefusedError with the field: a list over the limit, a prompt
-        that is empty, and as `views.view` does.
+        of: the set's reference. prompt: if known. Raises RefusedError with the field: a list over the limit, an empty
+        prompt, and as `views.view` does.
         """
         lists = {word: selection[word] for word in (EXCLUDE, ONLY) if word in selection}
         for word, keys in [*lists.items(), (BOOST_KEYS, list(selection.get(BOOST_KEYS, ())))]:

@@ -1,8 +1,7 @@
 """Version roll-outs in a front end: it follows published sets, and serves a new version once every engine has it.
 
-A look reads each set's pointer. A new version is opened and checked here, then in the engines (`version_rollout`),
-beside requests and steps; only then do requests get it. A version that cannot be served is refused once, and the one
-before it stays.
+A look reads each set's pointer. A new version is opened and checked here, then in the engines (`version_rollout`), and
+only then do requests get it. A version that cannot be served is refused once, and the one before it stays.
 """
 
 import logging
@@ -89,10 +88,8 @@ class Follower:
                 self._look_at(name)
 
     def refresh(self, name: str) -> dict[str, Any]:
-        """Look at one set, and return its entry of `listed` when what is current serves here.
-
-        Raises RefusedError: no such set, or a version that is not served.
-        """
+        """Look at one set; return its entry of `listed`. Raises RefusedError: no such set, or what is current is not
+        served."""
         with self._lock:
             self._look_at_folder()
             if (followed := self._sets.get(name)) is None:
@@ -193,8 +190,7 @@ class Follower:
     def _take_up(self, name: str, version: published.Version) -> None:
         """Have the version opened here and in the engines, and let requests get it.
 
-        Raises ItemSetError if it cannot be had, or if another became current meanwhile: several front ends must not ask
-        the engines for several versions.
+        Raises ItemSetError if it cannot be had, or another became current: front ends ask engines for one version.
         """
         catalogue, followed, began = self._checks.catalogue, self._sets[name], time.monotonic()
         message = Prepare(name, version.name, str(version.path))

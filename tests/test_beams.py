@@ -208,7 +208,7 @@ def test_rows_that_lead_nowhere_are_left_out() -> None:
 @pytest.mark.slow
 def test_candidates_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many as fit in memory at once: the best of all parts are chosen."""
-    items = torch.randint(0, 70, (600, 4), generator=torch.Generator().manual_seed(3)).tolist()
+    items = torch.randint(0, 70, (150, 4), generator=torch.Generator().manual_seed(3)).tolist()
     arena, (number,), (built,) = placed(items)
     results = []
     for most in (1 << 20, 200, 2):

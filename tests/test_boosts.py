@@ -26,6 +26,8 @@ from itemset.ranking.exact_sampling import Drawing
 from itemset.ranking.search import Search
 from itemset.select.views import tempered
 
+KERNELS = st.sampled_from(["auto", "auto", "auto", "triton"])  # the interpreter takes twenty times as long
+
 
 def steered(items: list[list[int]], data: Any) -> tuple[itemset.ItemSet, dict[tuple[int, ...], float]]:
     """A set with some selection and boosts, and the boost of each item that is left, by hand."""
@@ -79,8 +81,7 @@ def test_exact_lists_are_the_ranking_of_the_sums(items: Any, k: int, end: int | 
 
 
 @settings(max_examples=40, deadline=None)
-@given(items=item_sets(vocab_size=VOCABULARY - 1), end=st.sampled_from([None, END]), data=st.data())
-@pytest.mark.parametrize("kernels", ["auto", pytest.param("triton", marks=pytest.mark.slow)])
+@given(items=item_sets(vocab_size=VOCABULARY - 1), end=st.sampled_from([None, END]), kernels=KERNELS, data=st.data())
 def test_beams_find_what_the_search_finds(items: Any, end: int | None, kernels: Any, data: Any) -> None:
     seen, _ = steered(items, data)
     arena = Arena(room_for(seen), DEVICE)
@@ -154,8 +155,7 @@ class Likely:
 
 
 @settings(max_examples=40, deadline=None)
-@given(items=item_sets(vocab_size=6), data=st.data())
-@pytest.mark.parametrize("kernels", ["auto", pytest.param("triton", marks=pytest.mark.slow)])
+@given(items=item_sets(vocab_size=6), kernels=KERNELS, data=st.data())
 def test_races_in_beams_are_those_of_the_rounds(items: Any, kernels: str, data: Any) -> None:
     seen, _ = steered(items, data)
     temperature, replace = data.draw(st.sampled_from([1.0, 0.5, 3.0])), data.draw(st.booleans())

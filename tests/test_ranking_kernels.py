@@ -192,10 +192,11 @@ def test_nothing_is_compiled_while_serving(monkeypatch: pytest.MonkeyPatch, voca
     warm_up(Arena(4096, DEVICE, kernels="triton"), torch.randn(1, 1, vocabulary, device=DEVICE))
     assert {key.split()[0] for key in keys} == {name for _, name in KERNELS}
     known = set(keys)
+    choices: list[dict[str, Any]] = [{"end_token": END}, {"end_token": None}, {"end_token": END, "renormalised": True}]
     for seed, size, lists in ((2, {"width": 6, "k": 16}, 2), (3, {"width": 1, "k": 1}, 3)):
         for form, sets in enumerate(random_sets(seed)):
             arena, numbers, (built,) = placed(sets)
-            for options in ({"end_token": END}, {"end_token": None}, {"end_token": END, "renormalised": True}):
+            for options in (choices[form], choices[form - seed]):
                 beams = Beams(arena, numbers * lists, built.level_plan, kernels="triton", **size, **options)
                 while beams.passes_left:
                     rows = beams.rows if beams.taken else 1

@@ -6,6 +6,7 @@ can still take the host path. Workers do what they are told and refuse nothing.
 
 import copy
 from collections.abc import Collection
+from functools import lru_cache
 from typing import Any
 
 from vllm.v1.request import Request
@@ -21,6 +22,7 @@ from vllm_static import compat
 from vllm_static.compat import logger
 from vllm_static.worker.versions import close_in_worker, prepare_in_worker
 
+_warn_once = lru_cache(64)(logger.warning)
 RESIDENT = "item_set_resident"  # attribute of a request in the engine core: the Resident that it holds, until it ends
 
 
@@ -47,7 +49,7 @@ class DevicePath(Devices):
         try:
             resident = self.plan.acquire(item_set)
         except ArenaFullError as error:
-            logger.warning("An item set takes the host path: %s (inline_set_memory in --additional-config)", error)
+            _warn_once("An item set takes the host path: %s (inline_set_memory in --additional-config)", str(error))
             return False
         setattr(request, RESIDENT, resident)
         place = Place(resident.number, resident.start, resident.digest, start, resident.below)

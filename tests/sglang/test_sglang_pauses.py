@@ -26,10 +26,15 @@ def test_a_pause_changes_no_list(static, overlap):
     engine = static("device", **rows, env=checks)
     asked = [([7, 8, i], params) for i, params in enumerate(PAUSED * 3)]
     expected, _ = engine.call(paused, asked, "retract", 0)
-    for mode in ("retract", "in_place"):
-        answers, retracted = engine.call(paused, asked, mode, 6)
+    kinds = set[int]()
+    for _ in range(4):  # a pause may come when nothing of a kind is under way
+        answers, retracted = engine.call(paused, asked, "retract", 6)
         assert answers == expected
-        assert set(retracted) == (set(range(len(PAUSED))) if mode == "retract" else set())
+        kinds |= {*retracted}
+        if len(kinds) == len(PAUSED):
+            break
+    assert kinds == {*range(len(PAUSED))}
+    assert engine.call(paused, asked, "in_place", 6) == (expected, [])
 
 
 def paused(engine: Any, asked: list[tuple[list[int], dict[str, Any]]], mode: str, times: int) -> Any:

@@ -80,6 +80,13 @@ def test_they_are_drawn_by_the_model_and_the_boosts(boosted: bool) -> None:
     assert fit(pairs, both) > 1e-3
 
 
+def test_keys_of_the_best_are_no_items_of_the_rest() -> None:
+    """Of a set in which different items share a key."""
+    made = itemset.build([[1], [2], [3]], keys=[5, 5, 5])
+    found = best_items(Model(), Exploring(made, Search(made, 1, width=9, end_token=END), 2, end_token=END))
+    assert (len(found.items), explored(found)) == (1, [])
+
+
 def test_a_limit_of_passes_is_an_error_of_the_draws() -> None:
     from itemset.ranking.exact_sampling import CutOffError
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
+from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
 from itemset.ranking.exact_sampling import Drawing, DrawingOptions
 from itemset.ranking.scored_tree import Answer, Pass
@@ -45,7 +46,11 @@ class Exploring(Rounds):
             if len(found) == len(self._of):
                 return []
             listed: Any = list(chain.from_iterable(self._of.keys_of(found)))
-            self._draws = Drawing(view(self._of, exclude_keys=listed), self._n, end_token=self._end, **self._options)
+            try:
+                rest = view(self._of, exclude_keys=listed)
+            except ItemSetError:  # what is left has keys of the best items, too
+                return []
+            self._draws = Drawing(rest, self._n, end_token=self._end, **self._options)
         return self._draws.passes
 
     @property

@@ -212,7 +212,7 @@ class Catalogue:
             elif item_set is None and reference.startswith(FORM):
                 form = reference.removeprefix(FORM).partition("@")[0]
                 item_set, _ = open_copy(None, self._config.item_set_cache, form)
-                self.keep(InlineSet(reference, item_set, nbytes=item_set.nbytes + OVERHEAD))
+                self.keep(InlineSet(reference, item_set, nbytes=OVERHEAD))  # its file is mapped
         if item_set is None:
             raise self.unknown(reference)
         return item_set

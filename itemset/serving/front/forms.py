@@ -44,7 +44,12 @@ class Forms:
 
     def has(self, of: str, escape: Escape | None) -> bool:
         """Return whether `reference` returns at once."""
-        return escape is None or (of, escape) in self._known
+        return escape is None or self._here(of, escape) is not None
+
+    def _here(self, of: str, escape: Escape) -> str | None:
+        """Return what is known, unless it was closed since: then its copy may have gone."""
+        known = self._known.get((of, escape))
+        return known if known is not None and self._catalogue.known(known) is not None else None
 
     def reference(self, of: str, escape: Escape | None) -> str:
         """Return the reference of a set's form, or of the set itself if it has all of its tokens there.
@@ -54,10 +59,10 @@ class Forms:
         """
         if escape is None:
             return of
-        if (known := self._known.get((of, escape))) is not None:
+        if (known := self._here(of, escape)) is not None:
             return known
         with self._lock:
-            if (known := self._known.get((of, escape))) is None:
+            if (known := self._here(of, escape)) is None:
                 known = self._made(of, escape)
                 open_now = {one.reference for one in self._catalogue.serving.values()}
                 self._known = {key: one for key, one in self._known.items() if key[0] in open_now}

@@ -172,7 +172,8 @@ class FrontEndBase:
             most = min(self.config.ranked_list_limit, self.one_request.usual_beams(made.reference))
             options = options.with_beams(len(made.item_set), most)
             listed = options.of_engine(len(made.item_set), most)
-            placeholders = self.drafting(made, listed) if self.drafting is not None else ()
+            if self.drafting is not None and not options.explore:  # draws are by the model
+                placeholders = self.drafting(made, listed)
         after += len(placeholders)
         self.checks.request(made, prompt_tokens=prompt_tokens, min_tokens=0, stop_tokens=[end_token], after=after)
         item_set = made.item_set

@@ -95,10 +95,12 @@ def result_of(search: Rounds) -> Found:
     try:
         result = search.result
     except CutOffError as error:
+        mend = (
+            "" if isinstance(search, Exploring) else f", or add {APPROXIMATE}: true for the best that is known by then"
+        )
         raise RefusedError(
             "draws",
-            f"{error}, their limit: raise max_passes, or add {APPROXIMATE}: true for the best that is known by then. "
-            "Fewer draws, or a smaller set, take fewer passes",
+            f"{error}, their limit: raise max_passes{mend}. Fewer draws, or a smaller set, take fewer passes",
             "max_passes",
         ) from error
     if not result.items:

@@ -95,12 +95,10 @@ def result_of(search: Rounds) -> Found:
     try:
         result = search.result
     except CutOffError as error:
-        mend = (
-            "" if isinstance(search, Exploring) else f", or add {APPROXIMATE}: true for the best that is known by then"
-        )
+        known = "" if isinstance(search, Exploring) else f", or add {APPROXIMATE}: true for the best known by then"
         raise RefusedError(
             "draws",
-            f"{error}, their limit: raise max_passes{mend}. Fewer draws, or a smaller set, take fewer passes",
+            f"{error}, their limit: raise max_passes{known}. Fewer draws, or a smaller set, take fewer passes",
             "max_passes",
         ) from error
     if not result.items:

@@ -64,6 +64,8 @@ class Forms:
         with self._lock:
             if (known := self._here(of, escape)) is None:
                 known = self._made(of, escape)
+                form = self._catalogue[known]
+                _ = form.token_ids, form.attributes  # read once: no event loop should wait for it
                 open_now = {one.reference for one in self._catalogue.serving.values()}
                 self._known = {key: one for key, one in self._known.items() if key[0] in open_now}
                 self._known[of, escape] = known

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import Any
 
+import changes
 import pytest
 from holes import FILMS
 from live import OPTIONS
@@ -13,16 +15,18 @@ from real_tokenizers import NAMES, tokenizer
 
 import itemset
 from itemset import published
+from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
 from itemset.serving.catalogue import Catalogue, RefusedError
 from itemset.serving.config import ModelLimits, StaticConfig, Words
 from itemset.serving.front.admission import Checks
 from itemset.serving.front.forms import Forms
 from itemset.serving.front.request import ItemRequest
-from itemset.serving.wire import name_of
+from itemset.serving.wire import FORM, name_of
 
 WORDS = Words("max_model_len", "--max-model-len", "min_tokens", "--additional-config")
 SPELT = [None, "json", "text"]
+LOG = logging.getLogger("test")
 
 
 def options(folder: Path, **sets: Any) -> dict[str, Any]:
@@ -47,7 +51,7 @@ def test_a_form_is_the_set_that_a_build_for_its_place_gives(name: str, escape: A
     own.save(tmp_path / "films.itemset")
     config = StaticConfig.of(options(tmp_path, films=str(tmp_path / "films.itemset")))
     front = Catalogue(config)
-    reference = Forms(front, config, tokenizer(name)).reference(of := front.reference("films"), place)
+    reference = Forms(front, config, tokenizer(name), LOG).reference(of := front.reference("films"), place)
     expected = itemset.build_text(texts, tokenizer(name), escape=place, **how)
     assert told(front[reference]) == told(expected)
     assert (reference == of) == (told(own) == told(expected))
@@ -79,11 +83,19 @@ def test_a_form_follows_its_set(tmp_path: Path) -> None:
     assert sorted(own.batch_decode(second.item_set.items())) == ['a \\"b\\"', "d\\\\e", "f"]
     assert [len(engine[one.reference]) for one in (first, second)] == [2, 3]
     assert checks.catalogue.version_fields(second.reference) == {"item_set_version": version.name}
+    last = second.reference
     del first, second  # a form that was closed since, and whose copy was deleted, is there again
     checks.catalogue._inline.clear()
     for copy in (tmp_path / "cache").iterdir():
         if copy.is_file() and copy.name not in {"lock", version.name}:
             copy.unlink()
+    assert len(checks.made(asked).item_set) == 3
+    checks.catalogue._inline.clear()  # and one whose index is damaged, at the second request
+    for copy in (tmp_path / "cache").glob(f"{last.removeprefix(FORM).partition('@')[0]}*"):
+        copy.unlink()
+    changes.flip(tmp_path / "cache" / "built" / f"{version.name}-json.itemset")
+    with pytest.raises(ItemSetError):
+        checks.made(asked)
     assert len(checks.made(asked).item_set) == 3
     built = {one.name: one.stat().st_mtime_ns for one in os.scandir(tmp_path / "cache" / "built") if "json" in one.name}
     assert len(built) == 2
@@ -99,7 +111,7 @@ def test_token_ids_have_one_spelling(tmp_path: Path) -> None:
     paths = {name: str(tmp_path / f"{name}.itemset") for name in ("ids", "plain")}
     config = StaticConfig.of(options(tmp_path, **paths))
     catalogue = Catalogue(config)
-    forms, plain, ids = Forms(catalogue, config, own), *map(catalogue.reference, ("plain", "ids"))
+    forms, plain, ids = Forms(catalogue, config, own, LOG), *map(catalogue.reference, ("plain", "ids"))
     assert forms.reference(plain, "json") == plain
     assert forms.reference(ids, "text") == ids
     with pytest.raises(RefusedError, match=r"'ids' is of token ids, .* must be escaped in a JSON string: build it of"):

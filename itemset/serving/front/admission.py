@@ -1,6 +1,7 @@
 """What every front end does with an item set: open the registered ones, build inline ones, refuse what cannot work."""
 
 import asyncio
+import logging
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
@@ -26,6 +27,7 @@ class Checks:
     def __init__(
         self, config: StaticConfig, tokenizer: Any, words: Words, limits: ModelLimits, *,
         added_tokens: Collection[str] = (), on_encoded: Callable[[int], object] = lambda texts: None,
+        log: logging.Logger = logging.getLogger(__name__),  # noqa: B008 - there is one
     ) -> None:  # fmt: skip
         """Open and check the registered sets.
 
@@ -40,7 +42,7 @@ class Checks:
         self._tokenizer = tokenizer
         self._inline = InlineTexts(self.catalogue, config, self._tokenizer, words, limits, on_encoded)
         self._selections = Chosen(self.catalogue, config, words, tokenizer)
-        self._forms = Forms(self.catalogue, config, tokenizer)
+        self._forms = Forms(self.catalogue, config, tokenizer, log)
         self._threads = ThreadPoolExecutor(4, "item-filters")
         self._slow = ThreadPoolExecutor(1, "item-texts")  # nothing else waits for an index of titles, or their spelling
         for opened in self.catalogue.serving.values():

@@ -30,15 +30,14 @@ from itemset.storage import locked
 from itemset.text import BATCH, Escape, continues, decoded, encode
 from itemset.trie.rows import Rows
 
-logger = logging.getLogger(__name__)
 _HARMFUL = {*map(chr, range(32)), '"', "\\"}  # characters that a JSON string must escape
 
 
 class Forms:
     """Those of one front end. Safe for threads."""
 
-    def __init__(self, catalogue: Catalogue, config: StaticConfig, tokenizer: Any) -> None:
-        self._catalogue, self._config, self._tokenizer = catalogue, config, tokenizer
+    def __init__(self, catalogue: Catalogue, config: StaticConfig, tokenizer: Any, log: logging.Logger) -> None:
+        self._catalogue, self._config, self._tokenizer, self._log = catalogue, config, tokenizer, log
         self._known: dict[tuple[str, Escape], str] = {}  # by reference and place: the form's reference
         self._lock = threading.Lock()
 
@@ -94,7 +93,11 @@ class Forms:
                     os.utime(index)
                 else:
                     self._make(item_set, name, numbers, escape, index)
-                _, form = open_copy(index, config.item_set_cache)
+                try:
+                    _, form = open_copy(index, config.item_set_cache)
+                except ItemSetError:
+                    index.unlink(missing_ok=True)  # it may be damaged: the next request makes it anew
+                    raise
         except OSError as error:
             raise ItemSetError(f"{error.filename} cannot be used: {error.strerror}") from error
         return form_reference(form, of)
@@ -121,11 +124,11 @@ class Forms:
         texts: Iterable[str] = chain.from_iterable(decoded(item_set.items_at(part), self._tokenizer) for part in parts)
         if item_set.escape == "json":
             texts = (json.loads(f'"{text}"', strict=False) for text in texts)
-        called = f"the item set {name!r} inside longer texts: an item"
+        called = f"the item set {name!r} inside longer texts: an item".replace("{", "{{").replace("}", "}}")
         rows = Rows(*encode(texts, self._tokenizer, escape=escape, name=called))
         made = item_set.respelt(numbers, rows, escape)
         made.save(index)
         seconds, nbytes = time.monotonic() - began, index.stat().st_size
         where = "JSON strings" if escape == "json" else "other texts"
         text = "Item set %r inside %s: %s of %s items encoded anew in %.2f s, an index of %s bytes"
-        logger.info(text, name, where, f"{len(numbers):,}", f"{len(item_set):,}", seconds, f"{nbytes:,}")
+        self._log.info(text, name, where, f"{len(numbers):,}", f"{len(item_set):,}", seconds, f"{nbytes:,}")

@@ -56,7 +56,7 @@ class FrontEndBase:
         # The engine changes its own between two uses, on other threads than ours.
         self._tokenizer = tokenizer = copy.deepcopy(tokenizer)
         self.config, self.one_request, self.vocab_size = config, one_request, limits.vocab_size
-        options: dict[str, Any] = {"added_tokens": added_tokens, "on_encoded": metrics.ENCODED.inc}
+        options: dict[str, Any] = {"added_tokens": added_tokens, "on_encoded": metrics.ENCODED.inc, "log": self.log}
         self.checks = Checks(config, tokenizer, self.words, limits, **options)
         options = {"options": json_options, "validate": self.validate}
         self.constraints = Constraints(self.checks, tokenizer, vocabulary, **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 from pathlib import Path
@@ -9,17 +10,20 @@ from typing import Any
 
 import changes
 import pytest
+import xgrammar
 from holes import FILMS
 from live import OPTIONS
 from real_tokenizers import NAMES, tokenizer
 
 import itemset
 from itemset import published
+from itemset.embedded.holes import Vocabulary
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
 from itemset.serving.catalogue import Catalogue, RefusedError
 from itemset.serving.config import ModelLimits, StaticConfig, Words
 from itemset.serving.front.admission import Checks
+from itemset.serving.front.embedded_sets import Constraints
 from itemset.serving.front.forms import Forms
 from itemset.serving.front.request import ItemRequest
 from itemset.serving.wire import FORM, name_of
@@ -116,3 +120,31 @@ def test_token_ids_have_one_spelling(tmp_path: Path) -> None:
     assert forms.reference(ids, "text") == ids
     with pytest.raises(RefusedError, match=r"'ids' is of token ids, .* must be escaped in a JSON string: build it of"):
         forms.reference(ids, "json")
+
+
+def test_a_constraint_is_of_one_version_of_each_set(tmp_path: Path) -> None:
+    """One that is published while a form is made changes nothing: sizes and items are of the same version."""
+    own, folder = tokenizer("tiny"), tmp_path / "names"
+
+    def publish(count: int) -> published.Version:
+        itemset.build_text([f'"{i}"' for i in range(count)], own).save(tmp_path / "next.itemset")
+        return published.publish(tmp_path / "next.itemset", folder)
+
+    publish(9)
+    checks = Checks(StaticConfig.of(options(tmp_path, names=str(folder))), own, WORDS, ModelLimits(2112, 256, 0, {1}))
+    info = xgrammar.TokenizerInfo.from_huggingface(own, vocab_size=2112)
+    constraints = Constraints(checks, own, lambda: Vocabulary(info), options={})
+    prepare = checks.prepare
+
+    async def late(*given: Any) -> Any:
+        checks.prepare = prepare  # type: ignore[method-assign]
+        version = publish(3)
+        checks.catalogue.serve(checks.open("names", version.name, version.path))
+        return await prepare(*given)
+
+    checks.prepare = late  # type: ignore[method-assign]
+    names = {"type": "string", "item_set": "names"}
+    both = {"properties": {"many": {"type": "array", "items": names, "uniqueItems": True, "minItems": 6}, "one": names}}
+    made = asyncio.run(constraints.prepare("json", both | {"type": "object", "required": ["many", "one"]}))
+    assert made is not None
+    assert {len(hole.made.item_set) for hole in made.holes} == {9}

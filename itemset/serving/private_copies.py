@@ -72,6 +72,9 @@ def delete_unused(folder: str | None = None, superseded: Collection[str] = ()) -
                         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                         copy.unlink()
         gone = {version for version in superseded if not (copies / version).exists()}
+        for version in gone:
+            for form in (copies / "built").glob(f"{version}-*.itemset"):
+                form.unlink(missing_ok=True)
     return gone
 
 

@@ -44,7 +44,8 @@ class Checks:
         self._selections = Chosen(self.catalogue, config, words, tokenizer)
         self._forms = Forms(self.catalogue, config, tokenizer, log)
         self._threads = ThreadPoolExecutor(4, "item-filters")
-        self._slow = ThreadPoolExecutor(1, "item-texts")  # nothing else waits for an index of titles, or their spelling
+        self._prompts = ThreadPoolExecutor(1, "prompt-items")  # nothing else waits for an index of titles
+        self._making = ThreadPoolExecutor(2, "item-forms")  # nor for forms
         for opened in self.catalogue.serving.values():
             try:
                 self._check(opened)
@@ -107,20 +108,22 @@ class Checks:
         if asked.choice is not None:
             made = self._inline.get(asked.choice, asked.escape)
         else:
-            of = self._forms.reference(self.catalogue.reference(asked.item_set or ""), asked.escape)
+            of = self._forms.reference(self._of(asked), asked.escape)
             made = self._selections.get(asked.selection, of, prompt) if asked.chooses else self.catalogue.made(of)
         return self._selections.tempered(made, asked) if asked.temperature > 1 else made
 
+    def _of(self, asked: ItemRequest) -> str:
+        return asked.reference or self.catalogue.reference(asked.item_set or "")
+
     async def prepare(self, asked: ItemRequest, prompt: Prompt | None = None) -> InlineSet:
         """Do `made` beside the event loop, of which it takes a millisecond. Encoding stops if nobody waits for it."""
-        of = "" if asked.choice is not None else self.catalogue.reference(asked.item_set or "")
-        is_slow = PROMPT in asked.selection or not self._forms.has(of, asked.escape)
-        threads = self._slow if is_slow else self._threads
+        has_form = asked.choice is not None or self._forms.has(self._of(asked), asked.escape)
+        threads = self._prompts if PROMPT in asked.selection else self._threads if has_form else self._making
         run: Any = partial(asyncio.get_running_loop().run_in_executor, threads)
         if asked.choice is not None:
             made = await self._inline.prepare(asked.choice, asked.escape)
             return await run(self._selections.tempered, made, asked) if asked.temperature > 1 else made
-        return await run(self.made, asked, prompt) if asked.chooses or is_slow else self.made(asked)
+        return await run(self.made, asked, prompt) if asked.chooses or not has_form else self.made(asked)
 
     def request(
         self, made: InlineSet, *, prompt_tokens: int, min_tokens: int, stop_tokens: Collection[int], after: int = 0

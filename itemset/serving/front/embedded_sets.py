@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import xgrammar
@@ -16,7 +17,7 @@ from itemset.embedded.holes import Once, Vocabulary
 from itemset.embedded.placement import Marked, Place
 from itemset.embedded.rewrite import Marker
 from itemset.errors import ItemSetError
-from itemset.serving.catalogue import InlineSet, RefusedError
+from itemset.serving.catalogue import InlineSet, Opened, RefusedError
 from itemset.serving.constraint import JSON, LARK, SLATE, SMALL, TAG, Constraint, SetHole
 from itemset.serving.front.admission import Checks
 from itemset.serving.front.lost_fields import is_small, may_hold
@@ -36,6 +37,14 @@ def _marked(marker: Marker, kind: str, spec: Any, options: Mapping[str, Any]) ->
     if kind == SLATE:
         return marker.slate(spec)
     return marker.ebnf(spec, xgrammar.Grammar.from_lark if kind == LARK else xgrammar.Grammar.from_ebnf)
+
+
+def _asked(place: Place, serving: Mapping[str, Opened]) -> ItemRequest:
+    escape: Escape = "json" if place.quoted else "text"
+    if isinstance(place.named, list):
+        return ItemRequest(choice=list(place.named), escape=escape)
+    reference = serving[place.named].reference if place.named in serving else ""
+    return ItemRequest(place.named, selection=place.selection, escape=escape, reference=reference)
 
 
 class Constraints:
@@ -58,32 +67,34 @@ class Constraints:
 
     def get(self, kind: str, spec: Any) -> Constraint | None:
         """Return the constraint, None if no set stands in it. Raises RefusedError for what cannot hold, or be made."""
-        if not may_hold(kind, spec) or (marked := self._mark(kind, spec)) is None:
+        serving = self._checks.catalogue.serving  # one version of each set, whatever is served later
+        if not may_hold(kind, spec) or (marked := self._mark(kind, spec, serving)) is None:
             return None
-        return self._assembled(kind, marked, [self._checks.made(self._asked(place)) for place in marked.holes])
+        return self._assembled(kind, marked, [self._checks.made(_asked(place, serving)) for place in marked.holes])
 
     async def prepare(self, kind: str, spec: Any) -> Constraint | None:
         """Do `get` beside the event loop."""
         if not may_hold(kind, spec):
             return None
-        loop = asyncio.get_running_loop()
-        marked = await loop.run_in_executor(self._threads if is_small(spec) else self._large, self._mark, kind, spec)
+        loop, serving = asyncio.get_running_loop(), self._checks.catalogue.serving
+        threads = self._threads if is_small(spec) else self._large
+        marked = await loop.run_in_executor(threads, self._mark, kind, spec, serving)
         if marked is None:
             return None
-        made = [await self._checks.prepare(self._asked(place)) for place in marked.holes]
+        made = [await self._checks.prepare(_asked(place, serving)) for place in marked.holes]
         threads = self._threads if len(marked.grammar) <= SMALL else self._large
         return await loop.run_in_executor(threads, self._assembled, kind, marked, made)
 
-    def _mark(self, kind: str, spec: Any) -> Marked | None:
+    def _mark(self, kind: str, spec: Any, serving: Mapping[str, Opened]) -> Marked | None:
         """Find and mark the places, unless that was done not long ago, with sets as large as those that are served."""
         key = f"{kind}:{spec if isinstance(spec, str) else json.dumps(spec)}" if is_small(spec) else ""
-        served = [one.version for one in self._checks.catalogue.serving.values()]
+        served = [one.version for one in serving.values()]
         with self._lock:
             if served != self._served:
                 self._served, self._marked_characters = served, 0
                 self._marked.clear()
             known, _ = self._marked.get(key, (None, 0))
-        if (marked := known or self._marked_anew(kind, spec)) is None or not key:
+        if (marked := known or self._marked_anew(kind, spec, serving)) is None or not key:
             return marked
         # Characters that stay in memory: of the text with the lists of its places, twice, and of its grammar.
         count = 2 * len(key) + len(marked.spec) + len(marked.grammar)
@@ -95,9 +106,9 @@ class Constraints:
                     self._marked_characters -= self._marked.popitem(last=False)[1][1]
         return marked
 
-    def _marked_anew(self, kind: str, spec: Any) -> Marked | None:
+    def _marked_anew(self, kind: str, spec: Any, serving: Mapping[str, Opened]) -> Marked | None:
         try:
-            marked = _marked(Marker(self._size), kind, spec, self._options)
+            marked = _marked(Marker(partial(self._size, serving)), kind, spec, self._options)
             if marked is not None:
                 self._validate(kind, marked.spec)
                 xgrammar.Grammar.from_ebnf(marked.ebnf(0))
@@ -110,16 +121,10 @@ class Constraints:
             raise RefusedError("item set inside", f"the constraint cannot be used: {why}") from error
         return marked
 
-    def _size(self, place: Place) -> int:
+    def _size(self, serving: Mapping[str, Opened], place: Place) -> int:
         if isinstance(place.named, list):
             return len({str(text) for text in place.named})
-        return len(self._checks.made(replace(self._asked(place), escape=None)).item_set)  # as many in any spelling
-
-    def _asked(self, place: Place) -> ItemRequest:
-        escape: Escape = "json" if place.quoted else "text"
-        if isinstance(place.named, str):
-            return ItemRequest(place.named, selection=place.selection, escape=escape)
-        return ItemRequest(choice=list(place.named), escape=escape)
+        return len(self._checks.made(replace(_asked(place, serving), escape=None)).item_set)  # as many in any spelling
 
     def _assembled(self, kind: str, marked: Marked, made: list[InlineSet]) -> Constraint:
         holes = list(map(SetHole, marked.holes, marked.closers(), made))

@@ -5,15 +5,13 @@ keys and attributes. It is made when a request first needs it, lies beside the p
 reaches the engines as one of these copies: its version is in the request's reference.
 """
 
-import fcntl
 import json
 import logging
 import os
 import threading
 import time
-from collections.abc import Iterable
+from contextlib import suppress
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +22,13 @@ from itemset.errors import ItemSetError, shown
 from itemset.item_set import ItemSet
 from itemset.serving.catalogue import Catalogue, RefusedError
 from itemset.serving.config import StaticConfig
+from itemset.serving.front.inline import SLICE_TEXTS
 from itemset.serving.private_copies import folder_of, open_copy
 from itemset.serving.wire import form_reference, version_of
-from itemset.storage import locked
-from itemset.text import BATCH, Escape, continues, decoded, encode
-from itemset.trie.rows import Rows
+from itemset.text import Escape, continues, decoded, encode
+from itemset.trie.rows import Rows, joined
 
+_PLACES = {"json": "JSON strings", "text": "other texts"}
 _HARMFUL = {*map(chr, range(32)), '"', "\\"}  # characters that a JSON string must escape
 
 
@@ -39,16 +38,12 @@ class Forms:
     def __init__(self, catalogue: Catalogue, config: StaticConfig, tokenizer: Any, log: logging.Logger) -> None:
         self._catalogue, self._config, self._tokenizer, self._log = catalogue, config, tokenizer, log
         self._known: dict[tuple[str, Escape], str] = {}  # by reference and place: the form's reference
-        self._lock = threading.Lock()
+        self._locks: dict[tuple[str, Escape], threading.Lock] = {}
 
     def has(self, of: str, escape: Escape | None) -> bool:
         """Return whether `reference` returns at once."""
-        return escape is None or self._here(of, escape) is not None
-
-    def _here(self, of: str, escape: Escape) -> str | None:
-        """Return what is known, unless it was closed since: then its copy may have gone."""
-        known = self._known.get((of, escape))
-        return known if known is not None and self._catalogue.known(known) is not None else None
+        known = None if escape is None else self._known.get((of, escape))
+        return escape is None or (known is not None and self._catalogue.known(known) is not None)
 
     def reference(self, of: str, escape: Escape | None) -> str:
         """Return the reference of a set's form, or of the set itself if it has all of its tokens there.
@@ -58,16 +53,19 @@ class Forms:
         """
         if escape is None:
             return of
-        if (known := self._here(of, escape)) is not None:
-            return known
-        with self._lock:
-            if (known := self._here(of, escape)) is None:
-                known = self._made(of, escape)
-                form = self._catalogue[known]
-                _ = form.token_ids, form.attributes  # read once: no event loop should wait for it
-                open_now = {one.reference for one in self._catalogue.serving.values()}
-                self._known = {key: one for key, one in self._known.items() if key[0] in open_now}
-                self._known[of, escape] = known
+        with self._locks.setdefault((of, escape), threading.Lock()):
+            if (known := self._known.get((of, escape))) is not None:
+                with suppress(RefusedError):  # it was closed since, and its copy has gone
+                    _ = self._catalogue[known]
+                    return known
+            known = self._made(of, escape)
+            form = self._catalogue[known]
+            _ = form.token_ids, form.attributes  # read once: no event loop should wait for it
+            open_now = {one.reference for one in self._catalogue.serving.values()}
+            for key in [key for key in self._known if key[0] not in open_now]:
+                self._known.pop(key, None)
+                self._locks.pop(key, None)
+            self._known[of, escape] = known
             return known
 
     def _made(self, of: str, escape: Escape) -> str:
@@ -82,24 +80,24 @@ class Forms:
                 f"the item set {name!r} is of token ids, which have one spelling, and some of its items, such as "
                 f"{shown(text)}, must be escaped in a JSON string: build it of texts (itemset build --tokenizer)",
             )
-        config = self._config
         try:
-            copies = folder_of(config.item_set_cache)
-            folder = copies / "built"
+            folder = folder_of(self._config.item_set_cache) / "built"
             folder.mkdir(mode=0o700, exist_ok=True)
             index = folder / f"{version}-{escape}.itemset"
-            with locked(folder / "lock", fcntl.LOCK_EX, 0o600):
-                if index.exists():
-                    os.utime(index)
-                else:
-                    self._make(item_set, name, numbers, escape, index)
-                try:
-                    _, form = open_copy(index, config.item_set_cache)
-                except ItemSetError:
-                    index.unlink(missing_ok=True)  # it may be damaged: the next request makes it anew
-                    raise
-        except OSError as error:
-            raise ItemSetError(f"{error.filename} cannot be used: {error.strerror}") from error
+            if not index.exists():
+                self._make(item_set, name, numbers, escape, index)
+            os.utime(index)
+            try:
+                _, form = open_copy(index, self._config.item_set_cache)
+            except ItemSetError:
+                index.unlink(missing_ok=True)  # it may be damaged: the next request makes it anew
+                raise
+        except (OSError, ItemSetError) as error:
+            self._log.warning("The item set %r cannot be made for %s: %s", name, _PLACES[escape], error)
+            if isinstance(error, ItemSetError):
+                raise
+            mend = "make room there, or name another folder with the option item_set_cache"
+            raise ItemSetError(f"{error.filename} cannot be used: {error.strerror}: {mend}") from error
         return form_reference(form, of)
 
     def _to_respell(self, item_set: ItemSet, escape: Escape) -> NDArray[np.int64]:
@@ -119,16 +117,16 @@ class Forms:
         return continues(self._tokenizer)
 
     def _make(self, item_set: ItemSet, name: str, numbers: NDArray[np.int64], escape: Escape, index: Path) -> None:
-        began = time.monotonic()
-        parts = np.array_split(numbers, 1 + len(numbers) // BATCH)
-        texts: Iterable[str] = chain.from_iterable(decoded(item_set.items_at(part), self._tokenizer) for part in parts)
-        if item_set.escape == "json":
-            texts = (json.loads(f'"{text}"', strict=False) for text in texts)
+        began, parts = time.monotonic(), list[Rows]()
         called = f"the item set {name!r} inside longer texts: an item".replace("{", "{{").replace("}", "}}")
-        rows = Rows(*encode(texts, self._tokenizer, escape=escape, name=called))
-        made = item_set.respelt(numbers, rows, escape)
+        for part in np.array_split(numbers, 1 + len(numbers) // SLICE_TEXTS):  # other threads go on between two
+            texts = decoded(item_set.items_at(part), self._tokenizer)
+            if item_set.escape == "json":
+                texts = [json.loads(f'"{text}"', strict=False) for text in texts]
+            parts.append(Rows(*encode(texts, self._tokenizer, escape=escape, name=called)))
+        made = item_set.respelt(numbers, joined(parts), escape)
         made.save(index)
         seconds, nbytes = time.monotonic() - began, index.stat().st_size
-        where = "JSON strings" if escape == "json" else "other texts"
         text = "Item set %r inside %s: %s of %s items encoded anew in %.2f s, an index of %s bytes"
-        self._log.info(text, name, where, f"{len(numbers):,}", f"{len(item_set):,}", seconds, f"{nbytes:,}")
+        counts = f"{len(numbers):,}", f"{len(item_set):,}"
+        self._log.info(text, name, _PLACES[escape], *counts, seconds, f"{nbytes:,}")

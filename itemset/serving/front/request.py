@@ -41,6 +41,7 @@ class ItemRequest:
     its answers say these. attributes: names of those that they say, or true for all. constraint: in place of a set the
     kind and the text of one in which sets may stand. made: the set or the constraint, once it is made. after: what ends
     a thought before its list, see LIST_AFTER; marker: its tokens; ended: that thought, whose list is asked for now.
+    reference: of its set, if it must be of a version that was served a moment ago.
     """
 
     item_set: str | None = None
@@ -55,6 +56,7 @@ class ItemRequest:
     after: str | bool = False
     marker: tuple[int, ...] = ()
     ended: "Thought | None" = field(default=None, repr=False)
+    reference: str = ""
 
     def __deepcopy__(self, memo: Any) -> "ItemRequest":
         """Engines copy a request's parameters; this is immutable."""

@@ -62,7 +62,7 @@ class Forms:
             form = self._catalogue[known]
             _ = form.token_ids, form.attributes  # read once: no event loop should wait for it
             open_now = {one.reference for one in self._catalogue.serving.values()}
-            for key in [key for key in self._known if key[0] not in open_now]:
+            for key in [key for key in list(self._known) if key[0] not in open_now]:  # others may add meanwhile
                 self._known.pop(key, None)
                 self._locks.pop(key, None)
             self._known[of, escape] = known

@@ -191,7 +191,7 @@ def test_large_constraints_hold_up_no_others_and_end_when_their_clients_leave(ga
 def test_what_is_kept_of_constraints_has_a_limit_in_characters() -> None:
     made = constraints_of(lambda kind, spec: None)
     for i in range(120):
-        assert made._mark(JSON, fields(250, {}, film=INLINE, why={"const": f"because {i}"})) is not None
+        assert made._mark(JSON, fields(250, {}, film=INLINE, why={"const": f"because {i}"}), {}) is not None
     kept = sum(len(key) + len(marked.spec) + len(marked.grammar) for key, (marked, *_) in made._marked.items())
     assert 0 < kept <= 8 << 20
     with pytest.raises(RefusedError, match="1,000 places"):

@@ -2,7 +2,7 @@
 
 import functools
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -270,19 +270,21 @@ class ItemSet:
 
     def numbers_in(self, other: "ItemSet") -> NDArray[np.int64]:
         """Return the number that each item has in another set, -1 if it is none of that."""
-        parts = np.array_split(np.arange(len(self)), 1 + len(self) // _ITEMS_AT_ONCE)
-        tables = self.whole.trie.tables
-        return np.concatenate([other._numbers_of(numbering.items_at(tables, part, self.longest)) for part in parts])
+        return np.concatenate([other._numbers_of(rows) for _, rows in self._parts()])
 
     def holding(self, token_ids: Iterable[int]) -> NDArray[np.int64]:
         """Return the numbers of the items, ascending, that hold one of these tokens."""
         wanted = np.array([*token_ids], np.int64)
         found = [np.zeros(0, np.int64)]
-        for part in np.array_split(np.arange(len(self)), 1 + len(self) // _ITEMS_AT_ONCE):
-            rows = numbering.items_at(self.whole.trie.tables, part, self.longest)
+        for part, rows in self._parts() if len(wanted) else ():
             at = np.flatnonzero(np.isin(rows.tokens, wanted))
             found.append(part[np.unique(np.searchsorted(rows.offsets, at, side="right") - 1)])
         return np.concatenate(found)
+
+    def _parts(self) -> Iterator[tuple[NDArray[np.int64], Rows]]:
+        """Yield the numbers of all items, and their tokens, as many at a time as may be in memory together."""
+        for part in np.array_split(np.arange(len(self)), 1 + len(self) // _ITEMS_AT_ONCE):
+            yield part, numbering.items_at(self.whole.trie.tables, part, self.longest)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the index file; an existing one is replaced at once. Raises ItemSetError if it cannot be written."""
@@ -316,11 +318,7 @@ class ItemSet:
         total = len(gone) - int(np.count_nonzero(gone)) + added
         if not 0 < total <= MAX_ITEMS:
             raise ItemSetError(f"{total:,} items would be left: a set has 1 to {MAX_ITEMS:,}")
-        try:
-            distinct = merged(self.trie, self.key_starts, ~gone, given)
-        except ValueError as error:
-            raise ItemSetError(f"the index is corrupted, {error}: {AGAIN}") from error
-        return built(distinct, pa.concat_arrays(values), columns, self._origin)
+        return self._rebuilt(~gone, given, values, columns, self._origin)
 
     def respelt(self, numbers: NDArray[np.int64], items: Rows, escape: Escape | None) -> "ItemSet":
         """Return a new set in which the items with these numbers have other tokens, with their keys and attributes.
@@ -336,13 +334,21 @@ class ItemSet:
         if starts is not None:
             given = given.take(np.repeat(np.arange(len(given)), np.diff(starts)))
         at = pa.array(places)
+        columns = pa.concat_tables([self.attributes, self.attributes.take(at)])
+        return self._rebuilt(
+            stays, given, [self.keys, self.keys.take(at)], columns, self._origin._replace(escape=escape)
+        )
+
+    def _rebuilt(
+        self, stays: NDArray[np.bool_], given: Rows | None, keys: list[pa.Array], columns: pa.Table, origin: Origin
+    ) -> "ItemSet":
+        """Return the set of the keys that stay, and after them those of given items, one each. keys, columns: of all
+        that there were, and then of these."""
         try:
             distinct = merged(self.trie, self.key_starts, stays, given)
         except ValueError as error:
             raise ItemSetError(f"the index is corrupted, {error}: {AGAIN}") from error
-        columns = pa.concat_tables([self.attributes, self.attributes.take(at)])
-        origin = self._origin._replace(escape=escape)
-        return built(distinct, pa.concat_arrays([self.keys, self.keys.take(at)]), columns, origin)
+        return built(distinct, pa.concat_arrays(keys), columns, origin)
 
     def _arrays(self) -> dict[str, NDArray[Any]]:
         attributes = {} if self._attributes is None else {"attributes": self._attributes}

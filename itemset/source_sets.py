@@ -28,7 +28,7 @@ from itemset.cli import build as building
 from itemset.cli import parse
 from itemset.errors import ItemSetError
 from itemset.published import POINTER
-from itemset.serving.private_copies import folder_of
+from itemset.serving.private_copies import folder_of_indexes
 from itemset.storage import file_at, is_uri, locked
 from itemset.text import decode, fingerprint
 from itemset.trie.attributes import kind_of
@@ -63,8 +63,7 @@ def _index_of(name: str, source: Any, tokenizer: Callable[[], Any], cache: str |
     given = os.fspath(source) if isinstance(source, os.PathLike) else source
     if given in ("", None) if isinstance(given, str | None) else isinstance(given, bool | int | float | bytes):
         return source
-    folder = folder_of(cache) / "built"
-    folder.mkdir(mode=0o700, exist_ok=True)
+    folder = folder_of_indexes(cache)
     if isinstance(given, str):
         parsed = _parsed(name, given)
         return source if parsed is None else _built(name, *parsed, tokenizer, folder)

@@ -11,6 +11,7 @@ from distributions import fit
 from test_search import END, Model, best_items, check, oracle
 
 import itemset
+from itemset.ranking.exact_sampling import CutOffError
 from itemset.ranking.exploring import Exploring
 from itemset.ranking.scored_tree import Pass
 from itemset.ranking.search import Found, Search
@@ -88,8 +89,6 @@ def test_keys_of_the_best_are_no_items_of_the_rest() -> None:
 
 
 def test_a_limit_of_passes_is_an_error_of_the_draws() -> None:
-    from itemset.ranking.exact_sampling import CutOffError
-
     made = itemset.build(catalogue(3))
     search = Search(made, 2, width=2, end_token=END)
     exploring = Exploring(made, search, 9, end_token=END, max_passes=1)

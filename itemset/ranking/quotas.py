@@ -42,7 +42,7 @@ class QuotaSearch(Search):
         self._before = 0, 0  # passes and rounds of what an engine has made
 
     def begin_with(self, made: Found) -> None:
-        """Take a list that an engine has made: the search goes on only if too few of that pass."""
+        """Take a list that an engine has made: `passes` is not empty only if too few of that pass."""
         self._made, self._before = made, (made.passes, made.rounds)
 
     @property

@@ -178,6 +178,10 @@ class Search(Rounds):
         left = self.tree.nodes["mass"][self.tree.nodes["expansion"] == UNSCORED].max(initial=self._pruned)
         return Found(ordered(items, self.tree.scores(items)), self._taken, self._rounds, proven=bool(left <= self._bar))
 
+    def begin_with(self, made: Found) -> Found | None:
+        """Take a list that an engine has made, before the first round. Returns the result if nothing is left to do."""
+        return made
+
     def _next_nodes(self) -> NDArray[np.int64]:
         self._rank_items()
         nodes = self._best_prefixes(self._new if self._beam else 0)

@@ -27,6 +27,7 @@ from itemset.trie import file as index_file
 KEPT_SECONDS = 3600  # that an unused copy stays after it was last opened: a restart finds it
 _OPTION = "name another folder with the option item_set_cache"
 _VERSION = re.compile("[0-9a-f]{32}")
+_BUILT = "built"
 _INCOMPLETE = "incomplete"  # the copy being made; there is one at a time
 
 
@@ -73,9 +74,17 @@ def delete_unused(folder: str | None = None, superseded: Collection[str] = ()) -
                         copy.unlink()
         gone = {version for version in superseded if not (copies / version).exists()}
         for version in gone:
-            for form in (copies / "built").glob(f"{version}-*.itemset"):
+            for form in (copies / _BUILT).glob(f"{version}-*.itemset"):
                 form.unlink(missing_ok=True)
     return gone
+
+
+def folder_of_indexes(given: str | None) -> Path:
+    """Return the folder of what servers build: of sources `itemset.source_sets`, of forms VERSION-PLACE.itemset. Made
+    if there is none. Raises as `folder_of`."""
+    folder = folder_of(given) / _BUILT
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
 
 
 def _open(copy: Path) -> ItemSet | None:

@@ -23,7 +23,7 @@ from itemset.item_set import ItemSet
 from itemset.serving.catalogue import Catalogue, RefusedError
 from itemset.serving.config import StaticConfig
 from itemset.serving.front.inline import SLICE_TEXTS
-from itemset.serving.private_copies import folder_of, open_copy
+from itemset.serving.private_copies import folder_of_indexes, open_copy
 from itemset.serving.wire import form_reference, version_of
 from itemset.text import Escape, continues, decoded, encode
 from itemset.trie.rows import Rows, joined
@@ -81,9 +81,7 @@ class Forms:
                 f"{shown(text)}, must be escaped in a JSON string: build it of texts (itemset build --tokenizer)",
             )
         try:
-            folder = folder_of(self._config.item_set_cache) / "built"
-            folder.mkdir(mode=0o700, exist_ok=True)
-            index = folder / f"{version}-{escape}.itemset"
+            index = folder_of_indexes(self._config.item_set_cache) / f"{version}-{escape}.itemset"
             if not index.exists():
                 self._make(item_set, name, numbers, escape, index)
             os.utime(index)

@@ -200,10 +200,7 @@ class OneRequest:
         elif reason is None and any(result.items):
             (items,) = result.items
             ranked = ordered(items, search.tree.scores(items))
-            made = Found(ranked, result.passes, result.rounds, proven=result.proven)
-            if isinstance(search, QuotaSearch | Exploring):
-                search.begin_with(made)
-                made = None  # it chooses, or goes on, on a thread
+            made = search.begin_with(Found(ranked, result.passes, result.rounds, proven=result.proven))
         else:
             reason = reason or NoList.HOST_PATH
             way = result.detail if result.detail and reason.scope == "engine" else reason.value

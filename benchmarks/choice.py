@@ -2,11 +2,13 @@
 cost the others.
 
 python benchmarks/choice.py --sizes 100 1000 10000 100000 --json docs/benchmarks/choice.json
+python benchmarks/choice.py --forms enum regex --sizes 5000 100000 --largest 5000 --json docs/benchmarks/enums.json
 python benchmarks/choice.py --parts load --engine vllm-v1
 
 requests: a real vLLM engine (model runner V1, in one process, two of SmolLM2's layers, so that the forward pass hides
 little) for each backend and size: ms to the first token of a request with a new list, of later ones with the same
-list, and of one without; MiB that the list adds at its peak.
+list, and of one without; MiB that the list adds at its peak. With --forms the list is an `enum` in a JSON schema, or a
+regex (a|b|c), of which nobody said that it is a set.
 load: a real server gets many large lists at once, then equal ones, then one item of ten million characters, while
 others ask for /health, a set of two items that the server knows, and new ones.
 """
@@ -17,10 +19,12 @@ import ctypes
 import gc
 import http.client
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -46,7 +50,15 @@ PROBES = ("/health", "known set of two items", "new set of two items")
 PAUSE, PATIENCE = 0.1, 900.0  # seconds between two requests of a probe, and for an answer
 
 
-def requests(backend: str, count: int, texts: str) -> Row:
+def structured(form: str, texts: Sequence[str]) -> dict[str, Any]:
+    """The words of `StructuredOutputsParams` for one of these texts."""
+    if form == "enum":
+        schema = {"type": "object", "properties": {"name": {"enum": list(texts)}}, "required": ["name"]}
+        return {"json": schema}
+    return {"choice": list(texts)} if form == "choice" else {"regex": f"({'|'.join(map(re.escape, texts))})"}
+
+
+def requests(backend: str, count: int, texts: str, form: str) -> Row:
     """All figures of one backend at one size."""
     from films_data import model_dir
     from vllm import LLM, SamplingParams
@@ -59,8 +71,8 @@ def requests(backend: str, count: int, texts: str) -> Row:
     llm = LLM(str(model_dir()), **engine)
 
     def first_token(choice: list[str] | None) -> float:
-        structured = None if choice is None else StructuredOutputsParams(choice=list(choice))
-        params = SamplingParams(max_tokens=1, temperature=0.0, structured_outputs=structured)
+        given = None if choice is None else StructuredOutputsParams(**structured(form, choice))
+        params = SamplingParams(max_tokens=1, temperature=0.0, structured_outputs=given)
         return ms_of(lambda: llm.generate(["Something that is sold in this shop:"], params, use_tqdm=False))
 
     for choice in (None, tiny, tiny, None):
@@ -160,6 +172,7 @@ def main() -> None:
     options.add_argument(
         "--texts", choices=TEXTS, default="articles", help="articles of a shop, or 2 to 4 of 4,000 words"
     )
+    options.add_argument("--forms", nargs="+", choices=("choice", "enum", "regex"), default=["choice"])
     options.add_argument("--largest", type=int, default=10_000, help="items up to which xgrammar runs")
     options.add_argument("--repeats", type=int, default=1, help="processes a figure, which is their median")
     options.add_argument("--engine", choices=ENGINES, default="vllm-v1", help="of the load")
@@ -171,16 +184,19 @@ def main() -> None:
         rows = []
         ways = [("static", *one) for one in checkouts(arguments)]
         ways += [] if arguments.before else [("xgrammar", *one) for one in checkouts(arguments)]
-        for count in arguments.sizes:
+        for form, count in product(arguments.forms, arguments.sizes):
             runs: dict[int, list[Row]] = {
                 i: [] for i, way in enumerate(ways) if way[0] == "static" or count <= arguments.largest
             }
             for _ in range(arguments.repeats):
                 for i in runs:
-                    runs[i].append(isolated(requests, ways[i][0], count, arguments.texts, env=env, checkout=ways[i][2]))
+                    runs[i].append(
+                        isolated(requests, ways[i][0], count, arguments.texts, form, env=env, checkout=ways[i][2])
+                    )
             for i, found in runs.items():
                 middle = {name: median(run[name] for run in found) for name in found[0]}
-                rows.append({"items": count, "backend": ways[i][0], **ways[i][1]} | middle)
+                of_form = {} if arguments.forms == ["choice"] else {"form": form}
+                rows.append(of_form | {"items": count, "backend": ways[i][0], **ways[i][1]} | middle)
         name = "requests" if arguments.texts == "articles" else f"requests of {arguments.texts}"
         report.add(name, rows, x="items", y="first request, ms", by="backend")
     if "load" in arguments.parts:

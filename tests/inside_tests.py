@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -67,6 +69,35 @@ def test_after_the_end_come_stop_tokens_alone(engine):
         end = answer.tokens.index(tokenizer.eos_token_id)
         assert set(answer.tokens[end:]) == {tokenizer.eos_token_id}
         CASES[name][2](tokenizer.decode(answer.tokens[:end]), answer.said["items"])
+
+
+def test_very_many_texts_become_sets(engine, drafting):
+    """In the tokens that the tokenizer gives each of them, where xgrammar would allow any others."""
+    tokenizer, texts = tiny_tokenizer(), [f"{title}, Québec {i}" for i in range(40) for title in TITLES[:3]]
+    schema = {"type": "object", "properties": {"é1": {"enum": [*texts, None]}}, "required": ["é1"]}
+    tag = {"type": "tag", "begin": "<x>", "content": {"type": "json_schema", "json_schema": schema}, "end": "</x>"}
+    alternatives = " | ".join(f'"{text}"' for text in texts)
+    words: list[dict[str, Any]] = [
+        {"json": schema},
+        {"structural_tag": json.dumps({"type": "structural_tag", "format": tag})},
+        {"grammar": f'root ::= "(" x ")" y\nx ::= {alternatives}\ny ::= "." | "!"'},
+        {"regex": f"x({'|'.join(texts)})y"},
+    ]
+    inside = [r'{\s*"é1"\s*:\s*"?(.*?)"?\s*}', r'<x>{\s*"é1"\s*:\s*"?(.*?)"?\s*}</x>', r"\((.*)\)[.!]", "x(.*)y"]
+    asked, found = [one | {"max_tokens": 150, "temperature": 1} for one in words for _ in range(3)], list[str]()
+    for served in (engine, drafting):
+        for i, answer in enumerate(served.ask([f"p {i}" for i in range(len(asked))], asked)):
+            assert "items" not in answer.said
+            if answer.finish == "stop":
+                text = re.fullmatch(inside[i // 3], answer.text)
+                assert text is not None, answer.text
+                if text[1] != "null":
+                    found.append(text[1])
+                    own = tokenizer.encode(text[1], add_special_tokens=False)
+                    assert len(own) < len(text[1].encode())
+                    assert own in [list(answer.tokens[at : at + len(own)]) for at in range(len(answer.tokens))]
+    assert set(found) <= set(texts)
+    assert len(found) > len(asked)
 
 
 @pytest.mark.parametrize("sentence", BAD)

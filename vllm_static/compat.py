@@ -79,6 +79,12 @@ def vocabulary_of(vllm_config: Any, tokenizer: Any) -> Any:
     return Vocabulary(backend.compiler.compile_grammar('root ::= ""').tokenizer_info)  # which the compiler hides
 
 
+def json_options(vllm_config: Any) -> dict[str, Any]:
+    """Return how vLLM has xgrammar read schemas (v1/structured_output/backend_xgrammar.py, compile_grammar)."""
+    tight = vllm_config.structured_outputs_config.disable_any_whitespace
+    return {"any_whitespace": not tight, "separators": (",", ":") if tight else None}
+
+
 def beams_by_xgrammar(params: Any) -> Any:
     """Return BeamSearchParams without a set for xgrammar: vLLM's own search knows no other (beam_search/offline.py)."""
     structured = params.structured_outputs

@@ -7,7 +7,7 @@ so that its bit never reaches a model's mask. Its bytes are no UTF-8, so that no
 import functools
 import re
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -63,14 +63,21 @@ class Vocabulary:
 
     def compile(self, grammar: str) -> xgrammar.CompiledGrammar:
         """Compile a grammar in xgrammar's EBNF, in which `Token(first + k)` is hole k. Raises RuntimeError."""
-        parsed = xgrammar.Grammar.from_ebnf(grammar)
-        return (self._exact if self._names_tokens(grammar) else self._cached).compile_grammar(parsed)
+        # As a text: of a Grammar, xgrammar compiles what it prints of it (see `printed`).
+        return (self._exact if self._names_tokens(grammar) else self._cached).compile_grammar(grammar)
 
     def _names_tokens(self, grammar: str) -> bool:
         for found in _NAMES_TOKENS.findall(grammar):
             if not found.startswith("Token(") or any(int(i) < self.first for i in re.findall(r"\d+", found)):
                 return True
         return False
+
+    def spells(self, tokens: NDArray[np.int32], offsets: NDArray[np.int64], texts: Sequence[bytes]) -> bool:
+        """Return whether each text is what its tokens add up to. tokens, offsets: of all, as of `Rows`."""
+        pieces = [self.bytes[token] for token in tokens.tolist()]
+        ends = np.append(0, np.cumsum(np.fromiter(map(len, pieces), np.int64, len(pieces))))[offsets]
+        lengths = np.fromiter(map(len, texts), np.int64, len(texts))
+        return np.array_equal(np.diff(ends), lengths) and b"".join(pieces) == b"".join(texts)
 
     def bridges(self, closers: bytes) -> Bridges | None:
         """Return the bridges over each of these bytes, with which what follows a hole begins; None without any."""

@@ -20,6 +20,7 @@ from itemset.embedded.placement import (  # isort: skip
     ANY, NAMED, NO_SPACE, PLACES, REFERENCES, REFERRING, SELECTION, SETS, WORD, Marked, Place, Survey, check_characters,
     means_set, objects, parse, says_set,
 )  # fmt: skip
+from itemset.embedded.printed import printed
 from itemset.errors import ItemSetError, shown
 
 _ANNOTATIONS = {"title", "description", "default", "examples", "$comment", "deprecated", "readOnly", "writeOnly"}
@@ -81,7 +82,7 @@ class Marker:
                 return None
             new = xgrammar.StructuralTag.from_legacy_structural_tag(items, tag["triggers"])
             new.format = new.format.model_copy(update={"at_least_one": bool(tag.get("at_least_one"))})  # SGLang's word
-            return self._placed(new.model_dump_json(), lambda: xgrammar.Grammar.from_structural_tag(new), tag)
+            marked = new.model_dump(mode="json")
         spec = json.dumps(marked)
         return self._placed(spec, lambda: xgrammar.Grammar.from_structural_tag(spec), tag)
 
@@ -284,17 +285,17 @@ class Marker:
         """Return None if no set stands in it, or nothing refers to the definitions in which sets stand."""
         if not self._places:
             return None
-        text, mark, holes, hole_of = str(parse()), f"ITEMSET{self._nonce}N(\\d+)E", list[Place](), dict[int, int]()
+        text, mark, holes, hole_of = printed(parse()), f"ITEMSET{self._nonce}N(\\d+)E", list[Place](), dict[int, int]()
         if len(text) > GRAMMAR:
             raise ItemSetError(
                 f"xgrammar makes {len(text):,} characters of grammar of the constraint, the limit is {GRAMMAR:,}: "
                 "state fewer properties, references, tags or rules"
             )
-        printed, quoted = ({int(number) for number in re.findall(one, text)} for one in (mark, rf'\\"{mark}\\"'))
+        there, quoted = ({int(number) for number in re.findall(one, text)} for one in (mark, rf'\\"{mark}\\"'))
         named = {str(node.get("$ref")).rpartition("/")[2] for _, node in objects(given, "$")}
         numbers: dict[Any, int] = {}
         for number, place in enumerate(self._places):
-            if number not in printed:
+            if number not in there:
                 *_, definition = re.split(r"\.(?:\$defs|definitions)\.", place.path)
                 if definition != place.path and definition.split(".")[0] not in named:
                     continue  # a definition that nobody uses

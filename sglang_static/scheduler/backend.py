@@ -11,13 +11,15 @@ from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
 
 from itemset import ItemSet, ItemSetError
 from itemset.embedded.composite_grammar import Composite
-from itemset.embedded.holes import Vocabulary
+from itemset.embedded.holes import Once, Vocabulary
 from itemset.masking.arena import ArenaFullError, Place
 from itemset.masking.host import HostState
 from itemset.masking.slots import MAX_STOP_TOKENS
 from itemset.serving.catalogue import Catalogue
 from itemset.serving.config import StaticConfig
+from itemset.serving.constraint import EBNF
 from itemset.serving.engine.grammars import Grammars
+from itemset.serving.engine.long_alternations import LongAlternations
 from itemset.serving.engine.version_rollout import Preparer
 from itemset.serving.warm_up import compile_all
 from itemset.serving.wire import WIRE, HolesSpec, read
@@ -71,7 +73,7 @@ class StaticGrammar(BaseGrammarObject):
 class StaticBackend:
     """The item sets of one scheduler, and the way that each request with one takes."""
 
-    def __init__(self, vocabulary: Callable[[], Vocabulary]) -> None:
+    def __init__(self, vocabulary: Callable[[], Vocabulary], tokenizer: Any) -> None:
         """Open the registered sets; raises ItemSetError as `itemset.load` does. vocabulary: makes the model's."""
         self._sampler = sampler = masks.current()
         self._catalogue = Catalogue(StaticConfig.of(compat.options())) if sampler is None else sampler.catalogue
@@ -79,6 +81,8 @@ class StaticBackend:
         self._figures = SchedulerFigures(self._plan, counted=compat.counts_requests())
         self.preparer = Preparer(self._catalogue, logger, RankDevices(sampler))
         self._grammars = Grammars(vocabulary)
+        least, options = StaticConfig.of(compat.options()).inline_enum_size, compat.json_options()
+        self._alternations = LongAlternations(vocabulary, tokenizer, least, options, logger)
         compile_all()
 
     def admit(self, manager: Any, request: Any) -> bool | None:
@@ -146,6 +150,15 @@ class StaticBackend:
         compat.compile_later(manager, request, WIRE, compiled, self._grammars.threads(spec))
         return True
 
+    def of_texts(self, key: tuple[str, str]) -> StaticGrammar | None:
+        """Return the grammar of a constraint that lists very many texts, with sets in their place; else None.
+
+        key: SGLang's word for its kind, and the constraint (constrained/base_grammar_backend.py).
+        """
+        kind = EBNF if key[0] == "full_assistant_ebnf" else key[0]
+        listed = self._alternations.get(kind, key[1])
+        return None if listed is None else StaticGrammar(lambda: Composite(*listed))
+
     def _check_room(self, scheduler: Any, request: Any, item_set: ItemSet) -> None:
         """The front end checks against the context; only here the size of the KV cache is known."""
         room = scheduler.max_req_len - len(request.origin_input_ids) - 1
@@ -159,5 +172,8 @@ class StaticBackend:
 def make_backend(server_args: Any, tokenizer: Any, vocab_size: int, end_tokens: Any) -> Any:
     """Return what SGLang's registry calls: its own backend for other grammars, with ours beside it."""
     backend = compat.everything_else(tokenizer, vocab_size, end_tokens)
-    backend.static_backend = StaticBackend(lambda: Vocabulary(compat.token_info(tokenizer, vocab_size, end_tokens)))
+    vocabulary = Once(lambda: Vocabulary(compat.token_info(tokenizer, vocab_size, end_tokens))).get
+    backend.static_backend = static = StaticBackend(vocabulary, tokenizer)
+    if getattr(backend, "_answer_frame", None) is None:  # SGLang puts xgrammar's own grammars into such frames
+        getattr(backend, "grammar_backend", backend).of_texts = static.of_texts
     return backend

@@ -17,6 +17,14 @@ def _process_grammar(original: Callable[..., Any], self: Any, req: Any) -> bool:
     return original() if admitted is None else admitted
 
 
+@hook("sglang.srt.constrained.base_grammar_backend:BaseGrammarBackend._init_value_dispatch")
+def _make_grammar(original: Callable[..., Any], self: Any, key: tuple[str, str]) -> Any:
+    """Very many texts in a constraint become a set."""
+    of_texts = getattr(self, "of_texts", None)
+    made = None if of_texts is None else of_texts(key)
+    return original() if made is None else made
+
+
 @hook("sglang.srt.constrained.base_grammar_backend:BaseGrammarObject.fill_vocab_mask_batched")
 def _fill_rows(original: Callable[..., Any], entries: Any, vocab_mask: Any) -> None:
     """The rows of all item sets are filled at once, whichever grammar is the first of its batch."""

@@ -19,6 +19,7 @@ from vllm.v1.structured_output.backend_types import (
     StructuredOutputOptions,
 )
 from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
+from vllm.v1.structured_output.utils import grammar_is_likely_lark
 
 from itemset import ItemSetError
 from itemset.embedded.composite_grammar import Composite
@@ -27,8 +28,9 @@ from itemset.masking.arena import Place
 from itemset.masking.host import HostState, fill_bitmasks, forced_tokens
 from itemset.serving.catalogue import Catalogue
 from itemset.serving.config import StaticConfig
-from itemset.serving.constraint import ENVELOPE
+from itemset.serving.constraint import EBNF, ENVELOPE, JSON, LARK, TAG
 from itemset.serving.engine.grammars import Grammars
+from itemset.serving.engine.long_alternations import REGEX, LongAlternations
 from itemset.serving.engine.version_rollout import Preparer
 from itemset.serving.metrics import label
 from itemset.serving.warm_up import compile_all
@@ -36,6 +38,13 @@ from itemset.serving.wire import WIRE, HolesSpec, SetRef, read
 from vllm_static import compat
 from vllm_static.compat import logger
 from vllm_static.core.device_path import DevicePath
+
+_KINDS = {
+    StructuredOutputOptions.JSON: JSON,
+    StructuredOutputOptions.GRAMMAR: EBNF,
+    StructuredOutputOptions.REGEX: REGEX,
+    StructuredOutputOptions.STRUCTURAL_TAG: TAG,
+}
 
 
 class StaticGrammar(StructuredOutputGrammar):
@@ -85,7 +94,13 @@ class StaticBackend(StructuredOutputBackend):
         self._device = DevicePath(self._catalogue) if compat.on_device_path(vllm_config) else None
         self.preparer = Preparer(self._catalogue, logger, self._device)
         self.thinking: dict[str, Any] = {}  # by request: a `thoughts.Thinking`
-        self._grammars = Grammars(partial(compat.vocabulary_of, vllm_config, tokenizer))
+        vocabulary = Once(partial(compat.vocabulary_of, vllm_config, tokenizer)).get
+        self._grammars = Grammars(vocabulary)
+        least, options = (
+            StaticConfig.of(vllm_config.additional_config).inline_enum_size,
+            compat.json_options(vllm_config),
+        )
+        self._alternations = LongAlternations(vocabulary, tokenizer, least, options, logger)
         self._xgrammar = Once(partial(XgrammarBackend, vllm_config, tokenizer, vocab_size))
         self._bitmask: NDArray[np.int32] = self.allocate_token_bitmask(0).numpy()
         self._least_rows = 0
@@ -162,6 +177,11 @@ class StaticBackend(StructuredOutputBackend):
         if grammar_spec.startswith(ENVELOPE):
             shared = self._grammars.get(grammar_spec, self._catalogue.__getitem__)
             return StaticGrammar(lambda: Composite(*shared.get(), stops))
+        kind = _KINDS.get(request_type, "")
+        if kind == EBNF and grammar_is_likely_lark(grammar_spec):
+            kind = LARK
+        if (listed := self._alternations.get(kind, grammar_spec)) is not None:
+            return StaticGrammar(lambda: Composite(*listed, stops))
         if request_type != StructuredOutputOptions.CHOICE:
             return self._xgrammar.get().compile_grammar(request_type, grammar_spec, stop_token_ids=stop_token_ids)
         references = json.loads(grammar_spec)

@@ -47,15 +47,13 @@ class FrontEnd(FrontEndBase):
         generation = model.try_get_generation_config() or {}
         ends = generation.get("eos_token_id")
         ends = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
-        tight = vllm_config.structured_outputs_config.disable_any_whitespace
         super().__init__(
             config,
             tokenizer,
             ModelLimits(model.get_vocab_size(), model.max_model_len, 0, ends),
             partial(compat.vocabulary_of, vllm_config, tokenizer),
             EngineLists(vllm_config),
-            # As vLLM has xgrammar read schemas (v1/structured_output/backend_xgrammar.py, compile_grammar).
-            json_options={"any_whitespace": not tight, "separators": (",", ":") if tight else None},
+            json_options=compat.json_options(vllm_config),
             added_tokens=compat.added_tokens(vllm_config),
         )
         self.vllm_config = vllm_config

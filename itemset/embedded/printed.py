@@ -1,0 +1,124 @@
+"""Grammars as xgrammar prints them: put right, and with long alternations of texts taken out, to become item sets."""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import xgrammar
+
+from itemset.embedded.holes import HOLES
+
+_LITERAL, _CLASS = r'"(?:[^"\\]|\\.)*+"', r"\[(?:[^\]\\]|\\.)*+\]"
+_OPTION = re.compile(rf'(\({_LITERAL}(?: {_LITERAL})*+\)|"")|(\((?:{_LITERAL}|{_CLASS}|[^"\[()]++)*+\))')
+_INSIDE = re.compile(r'"((?:[^"\\]|\\.)*+)"')
+_ELEMENT = re.compile(rf"{_LITERAL}|{_CLASS}|[\w.-]+|[({{]")
+_ESCAPE = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8})|(.))")
+_SIMPLE = {"n": "\n", "r": "\r", "t": "\t", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "e": "\x1b", "0": "\0"}
+_PRINTED = re.compile(r"\\x([0-9a-f]{2})|\\.")
+
+
+def printed(grammar: xgrammar.Grammar) -> str:
+    """Return a grammar as EBNF that xgrammar reads as what it is.
+
+    xgrammar writes é as `\\xe9`, but takes all hexadecimal digits that follow for a part of it: "Québec" would be lost.
+    """
+    text = str(grammar)
+    if r"\x" not in text:
+        return text
+    return _PRINTED.sub(lambda found: rf"\u00{found[1]}" if found[1] else found[0], text)
+
+
+class Texts(NamedTuple):
+    """A long alternation that was taken out of a grammar."""
+
+    texts: list[str]  # distinct
+    closers: bytes  # what may come right after one of them, as far as that is known
+    at_start: bool  # whether they stand where the answer begins, and nowhere else
+
+
+class _Rule(NamedTuple):
+    line: int
+    name: str
+    texts: dict[str, str]  # of its options, those that are nothing but text, and how they are written
+    others: list[str]
+
+
+def long_alternations(grammar: str, least: int, first: int) -> tuple[str, list[Texts]]:
+    """Return a grammar with tokens `first + k` in the places of its alternations of more than `least` texts, and these.
+
+    grammar: as `printed`. Strings of JSON keep their quotes: what stands between them is taken out. Other texts stay in
+    the grammar where what comes before them is not known or ends in a space, which belongs to a text's first token.
+    """
+    lines, found = grammar.splitlines(), list[Texts]()
+    rules = [
+        rule for i, line in enumerate(lines) if line.count(" | ") >= least and (rule := _read(i, line)) is not None
+    ]
+    around = _Around(lines, {rule.line for rule in rules if not rule.others})
+    for rule in sorted(rules, key=lambda rule: -len(rule.texts)):
+        options = list(rule.others)
+        for quoted in (True, False):
+            texts = [text for text in rule.texts if (len(text) > 2 and text[0] == text[-1] == '"') == quoted]
+            before, after = ({'"'}, '"') if quoted else around.of(rule.name)
+            if len(texts) > least and " " not in before and len(found) < HOLES:
+                token, options = f"Token({first + len(found)})", options + ['""'] * ("" in texts)
+                options.append(f'("\\"" {token} "\\"")' if quoted else f"({token})")
+                inside = [text[1:-1] if quoted else text for text in texts if text]
+                found.append(Texts(inside, after.encode("utf-8", "ignore"), before == {""}))
+            else:
+                options += map(rule.texts.__getitem__, texts)
+        lines[rule.line] = f"{rule.name} ::= ({' | '.join(options)})"
+    return "\n".join(lines), found
+
+
+def _read(number: int, line: str) -> _Rule | None:
+    """Return a rule that is an alternation; None for one that has brackets within, or asks for what follows it."""
+    name, _, body = line.partition(" ::= (")
+    options = _OPTION.findall(body)
+    if " | ".join(text or other for text, other in options) + ")" != body:
+        return None
+    texts = {_text(text): text for text, _ in options if text}
+    return _Rule(number, name, texts, [other for _, other in options if other])
+
+
+def _text(literals: str) -> str:
+    text = "".join(_INSIDE.findall(literals))
+    if "\\" not in text:
+        return text
+    return _ESCAPE.sub(_character, text).encode("utf-16", "surrogatepass").decode("utf-16")
+
+
+def _character(escape: re.Match[str]) -> str:
+    return _SIMPLE.get(escape[4], escape[4]) if escape[4] else chr(int(escape[1] or escape[2] or escape[3], 16))
+
+
+class _Around:
+    """What stands before and after the rules of a grammar, wherever these are named."""
+
+    def __init__(self, lines: list[str], omitted: set[int]) -> None:
+        """omitted: lines that need not be read, as no rule is named in them."""
+        self._named: dict[str, list[tuple[str, str, str]]] = defaultdict(list)  # the rule it is in, before, after
+        for number, line in enumerate(lines):
+            name, _, body = line.partition(" ::= ")
+            elements = [] if number in omitted else ["", *_ELEMENT.findall(body), ""]
+            for before, element, after in zip(elements, elements[1:], elements[2:], strict=False):
+                if element[0] not in '"[({':
+                    self._named[element].append((name, before, after))
+
+    def of(self, rule: str) -> tuple[set[str], str]:
+        """Return the characters that may come right before a rule, "" where an answer begins and " " where that is not
+        known, and those with which texts begin that come right after it."""
+        after = {_text(after)[:1] for _, _, after in self._named[rule]}
+        return set(self._before(rule, set())), "".join(after)
+
+    def _before(self, rule: str, seen: set[str]) -> Iterator[str]:
+        if rule in seen:
+            return
+        seen.add(rule)
+        if rule == "root":
+            yield ""
+        for within, before, after in self._named[rule]:
+            if before == "(" and after != "{":
+                yield from self._before(within, seen)
+            else:  # what is repeated stands before itself
+                yield (after != "{" and _text(before)[-1:]) or " "

@@ -1,0 +1,126 @@
+"""Constraints that list very many texts, for which nobody made a set: the engine makes one in the place of each list.
+
+An `enum` of 5,000 texts in a JSON schema, a regex `(a|b|c)`, a rule of a grammar: xgrammar takes seconds for what is a
+set. The grammar with holes in these places allows the same answers, and a request is never refused for it.
+"""
+
+import copy
+import hashlib
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import xgrammar
+from numpy.typing import NDArray
+
+from itemset.embedded.holes import Hole, Items, Once, Vocabulary
+from itemset.embedded.printed import Texts, long_alternations, printed
+from itemset.errors import ItemSetError
+from itemset.item_set import ItemSet, build
+from itemset.serving.constraint import JSON, LARK, TAG
+from itemset.serving.engine.grammars import Compiled
+from itemset.text import continues, encode
+from itemset.trie.rows import Rows
+
+REGEX = "regex"
+_KEPT = 128 << 20  # bytes of sets and characters of grammars that are kept for further requests
+_LEFT = 1 << 14  # what one that is left to xgrammar counts as
+_SLICE = 1_000  # texts encoded at once: between two slices other threads run
+
+
+class LongAlternations:
+    """Those of one engine core or scheduler. Safe for threads."""
+
+    def __init__(
+        self,
+        vocabulary: Callable[[], Vocabulary],
+        tokenizer: Any,
+        least: int,
+        options: Mapping[str, Any],
+        log: logging.Logger,
+    ) -> None:
+        """least: texts that a list must have more of; 0 leaves all to xgrammar. options: as for `Constraints`."""
+        self._vocabulary, self._least, self._log = vocabulary, least, log
+        self._tokenizer = Once(lambda: copy.deepcopy(tokenizer))  # engines change theirs between two uses
+        self._options, self._lock = options, threading.Lock()
+        self._made: OrderedDict[bytes, Once[tuple[Compiled | None, int]]] = OrderedDict()
+        self._costs = dict[bytes, int]()  # of those that are made
+        if least:  # what takes a second with a large vocabulary: no request should wait for it
+            threading.Thread(target=self._prepare, name="long-alternations", daemon=True).start()
+
+    def _prepare(self) -> None:
+        self._tokenizer.get()
+        self._vocabulary().bridges(b'"')
+
+    def get(self, kind: str, spec: str) -> Compiled | None:
+        """Return what a `Composite` of the constraint begins with; None if xgrammar is to have it as it is."""
+        if not self._least or not self._may_list(kind, spec):
+            return None
+        key = hashlib.blake2b(f"{kind}:{spec}".encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        with self._lock:
+            made = self._made.setdefault(key, Once(partial(self._try, kind, spec)))
+            self._made.move_to_end(key)
+        compiled, cost = made.get()
+        with self._lock:
+            self._costs[key] = cost
+            while sum(self._costs.values()) > _KEPT:
+                oldest, _ = self._made.popitem(last=False)
+                self._costs.pop(oldest, None)
+        return compiled
+
+    def _may_list(self, kind: str, spec: str) -> bool:
+        """Return whether so many texts may be listed there: cheap."""
+        if kind in (JSON, TAG):
+            return '"enum"' in spec and spec.count('"') > 2 * self._least
+        return spec.count("|") >= self._least
+
+    def _try(self, kind: str, spec: str) -> tuple[Compiled | None, int]:
+        begin = perf_counter()
+        try:
+            grammar, found = long_alternations(self._printed(kind, spec), self._least, self._vocabulary().first)
+            if not found:
+                return None, _LEFT
+            vocabulary, sets = self._vocabulary(), [self._set(one) for one in found]
+            holes = [
+                Hole(Items(one), vocabulary.bridges(texts.closers)) for texts, one in zip(found, sets, strict=True)
+            ]
+            compiled = vocabulary, vocabulary.compile(grammar), holes
+        except Exception as error:  # whatever is wrong with it, xgrammar says it to whoever asks
+            self._log.info("A constraint that lists very many texts is left to xgrammar: %s", error)
+            return None, _LEFT
+        self._log.info(
+            "A constraint that lists %s texts has item sets in their place: %.2f s",
+            ", ".join(f"{len(texts.texts):,}" for texts in found), perf_counter() - begin,
+        )  # fmt: skip
+        return compiled, len(grammar) + sum(one.nbytes for one in sets)
+
+    def _printed(self, kind: str, spec: str) -> str:
+        if kind == JSON:
+            return printed(xgrammar.Grammar.from_json_schema(spec, **self._options))
+        if kind == TAG:
+            return printed(xgrammar.Grammar.from_structural_tag(spec))
+        if kind == REGEX:
+            return printed(xgrammar.Grammar.from_regex(spec))
+        return printed(xgrammar.Grammar.from_lark(spec) if kind == LARK else xgrammar.Grammar.from_ebnf(spec))
+
+    def _set(self, found: Texts) -> ItemSet:
+        """Raises ItemSetError for special tokens, which answers leave out, and texts that tokens do not give back."""
+        tokenizer, vocabulary = self._tokenizer.get(), self._vocabulary()
+        parts, counts = list[NDArray[np.int32]](), [np.zeros(1, np.int64)]
+        for start in range(0, len(found.texts), _SLICE):
+            part = found.texts[start : start + _SLICE]
+            ids, offsets = encode(part, tokenizer, escape=None if found.at_start else "text")
+            parts.append(ids)
+            counts.append(np.diff(offsets))
+        ids, offsets = np.concatenate(parts), np.cumsum(np.concatenate(counts))
+        special = [*getattr(tokenizer, "all_special_ids", ()), *range(vocabulary.size, int(ids.max()) + 1)]
+        mark = " " if found.at_start and not continues(tokenizer) else ""
+        texts = [(mark + text).encode() for text in found.texts]
+        if np.isin(ids, special).any() or not vocabulary.spells(ids, offsets, texts):
+            raise ItemSetError("some texts have special tokens, or the tokenizer does not give them back")
+        return build(Rows(ids, offsets))

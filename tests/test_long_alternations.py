@@ -1,0 +1,121 @@
+"""Constraints that list very many texts: with sets in their places, the same answers as by xgrammar's own grammars."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import xgrammar
+from holes import setting
+from real_tokenizers import NAMES
+from samples import SAMPLES
+
+from itemset.embedded.composite_grammar import Composite
+from itemset.serving.constraint import EBNF, JSON, LARK, TAG
+from itemset.serving.engine.long_alternations import REGEX, LongAlternations
+
+LETTERS = [*"ab éÿ中😀0f|]},'/", '"', "\\", "\n", "\x7f", "\u2028"]
+BLANKS = re.compile(r'(?<=[{:])\s+|\s+(?=})|(?<=")\s+(?=:)')
+KINDS = [JSON, TAG, EBNF, LARK, REGEX]
+
+
+def texts_of(rng: random.Random) -> list[str]:
+    count, longest = rng.randint(3, 12), rng.choice([2, 4, 8])
+    return ["".join(rng.choices(LETTERS, k=rng.randint(1, longest))) for _ in range(count)]
+
+
+def lists(name: str, least: int = 1, **options: Any) -> LongAlternations:
+    at = setting(name)
+    return LongAlternations(lambda: at.vocabulary, at.tokenizer, least, options, logging.getLogger(__name__))
+
+
+def constraint(kind: str, texts: list[str], rng: random.Random) -> tuple[str, str, str, list[str]]:
+    """A constraint of a kind, the text before and after the texts in its answers, and these as they stand there."""
+    if kind in (JSON, TAG):
+        others: list[Any] = rng.choice([[], [None], [3, True, ""]])
+        schema = {"type": "object", "properties": {"é1": {"enum": [*texts, *others]}}, "required": ["é1"]}
+        spec = json.dumps(schema, ensure_ascii=rng.random() < 0.5)
+        written = [json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f") for text in [*texts, *others]]
+        if kind == JSON:
+            return spec, '{"é1": ', "}", written
+        tag = {"type": "tag", "begin": "<x>", "content": {"type": "json_schema", "json_schema": schema}, "end": "</x>"}
+        return json.dumps({"type": "structural_tag", "format": tag}), '<x>{"é1": ', "}</x>", written
+    before, after = rng.choice([("", ""), ("say:", ""), ("(", ")")])
+    if kind == REGEX:
+        inside = "|".join(re.sub(r"[\\|\[\](){}.*+?^$/]", r"\\\g<0>", text) for text in texts)
+        return f"{re.escape(before)}({inside}){re.escape(after)}", before, after, texts
+    literals = [json.dumps(text, ensure_ascii=False) for text in texts]
+    if kind == LARK:
+        return f'start: "{before}" x "{after}"\nx: {" | ".join(literals)}', before, after, texts
+    return f'root ::= "{before}" x "{after}"\nx ::= {" | ".join(literals)}', before, after, texts
+
+
+def by_xgrammar(at: Any, kind: str, spec: str) -> xgrammar.CompiledGrammar:
+    of_kind = {JSON: "json_schema", TAG: "structural_tag", EBNF: "grammar", LARK: "lark", REGEX: "regex"}
+    return getattr(at.plain, f"compile_{of_kind[kind]}")(spec)
+
+
+def spells(at: Any, composite: Composite, text: bytes) -> bool:
+    """Whether some tokens of a text are an answer."""
+    row = np.zeros(at.vocabulary.model_words, np.int32)
+    composite.fill_bitmask(row)
+    for token in np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")[: at.vocabulary.size]).tolist():
+        piece = at.vocabulary.bytes[token]
+        if token == at.stop:
+            if not text:
+                return True
+        elif piece and text.startswith(piece) and composite.accept(token):
+            if spells(at, composite, text[len(piece) :]):
+                return True
+            composite.rollback(1)
+    return False
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_same_answers_as_xgrammar(kind: str, name: str) -> None:
+    """Every text is an answer, and what walks give is one of xgrammar's; the same lists are made once."""
+    at, made = setting(name), lists(name)
+    rng, lifted = random.Random(f"{kind}{name}"), 0
+    for _ in range(max(20, SAMPLES // 100)):
+        spec, before, after, texts = constraint(kind, texts_of(rng), rng)
+        if (compiled := made.get(kind, spec)) is None:
+            continue
+        lifted += 1
+        assert made.get(kind, spec) is compiled
+        own = by_xgrammar(at, kind, spec)
+        begins = (b"", b" ") if name == "llama" and not before else (b"",)  # its mark before a first word
+        for text in texts:
+            whole = before + text + after
+            assert any(spells(at, Composite(*compiled), begin + whole.encode()) for begin in begins), (spec, whole)
+            matcher = xgrammar.GrammarMatcher(own, terminate_without_stop_token=True)
+            assert matcher.accept_string(whole), (spec, whole)
+            assert matcher.is_terminated()
+        for seed in range(3):
+            text = walk(at, Composite(*compiled), seed)
+            if text is not None:
+                said = {text.decode().removeprefix(begin.decode()) for begin in begins}
+                allowed = {before + one + after for one in texts}
+                assert said & allowed or {BLANKS.sub("", one) for one in said} & {
+                    BLANKS.sub("", one) for one in allowed
+                }
+    assert lifted > 5
+
+
+def walk(at: Any, composite: Composite, seed: int) -> bytes | None:
+    rng, tokens, row = random.Random(seed), list[int](), np.zeros(at.vocabulary.model_words, np.int32)
+    for _ in range(80):
+        composite.fill_bitmask(row)
+        allowed = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")[: at.vocabulary.size])
+        full = allowed[at.full[allowed]]
+        token = int(rng.choice(full if full.size else allowed))
+        assert composite.accept(token)
+        if token == at.stop:
+            return bytes(at.text_of(tokens))
+        tokens.append(token)
+    return None

@@ -60,9 +60,8 @@ def flags_with_a_uri(named_sets: dict[str, NamedSet]) -> Iterator[list[str]]:
     np.save(folder / "labels.npy", np.array(sorted(named_sets["labels"].items)))
     labels = replace(named_sets["labels"], path=str(folder / "labels.npy"))
     with web_server(folder) as (address, _):
-        yield named_flags(
-            named_sets | {"labels": labels, "one": replace(named_sets["one"], path=f"{address}/one.itemset")}
-        )
+        one = replace(named_sets["one"], path=f"{address}/one.itemset")
+        yield [*named_flags(named_sets | {"labels": labels, "one": one}), "--item-set-models"]
 
 
 def post(server: HttpServer, path: str, **body: Any) -> dict[str, Any]:
@@ -337,6 +336,21 @@ def test_hostile_bodies_end_in_an_error_of_their_own(any_server: HttpServer, dia
                 wrong.append((path, body[:100], status, str(answer)[:200]))
     assert not wrong, wrong
     assert complete(any_server, item_set="one")["item"] == {"key": 0}
+
+
+def test_a_set_by_the_models_name(server: HttpServer) -> None:
+    """As gateways pass it on that know no field of ours."""
+    for path in OPENAI:
+        assert post(server, path, model="tiny:one", max_tokens=200)["choices"][0]["item"] == {"key": 0}
+        by_field = post(server, path, item_set="labels", use_beam_search=True, n=3, width=8)["choices"]
+        by_name = post(server, path, model="tiny:labels?list=3&width=8")["choices"]
+        assert [one["item"]["key"] for one in by_name] == [one["item"]["key"] for one in by_field]
+        bare = {"model": "tiny:one", "max_tokens": 200} | OPENAI[path]
+        check_refused(server, path, bare | {"item_set": "labels"}, "the model names the set 'one'")
+        check_refused(server, path, bare | {"model": "tiny:one?wdith=3"}, "there is no 'wdith'")
+        assert server.post(path, bare | {"model": "tiny:no set"})[0] >= 400
+    listed = {one["id"] for one in server.get("/v1/models")[1]["data"]}
+    assert {"tiny", "tiny:one", "tiny:labels"} <= listed
 
 
 def test_a_server_with_a_bad_set_does_not_start(tiny_model: Path, dialect: Dialect, tmp_path: Path) -> None:

@@ -227,6 +227,30 @@ def why_rounds(vllm_config: Any) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
+_MENDS = {
+    "model runner V1": "on a GPU VLLM_USE_V2_MODEL_RUNNER=1 insists on V2",
+    "the host path": "the line on the backend says why",
+    "ranked_list_beams is 0": "leave it out",
+    "pipeline parallelism": "--tensor-parallel-size in its place",
+    "experts under data parallelism": "--tensor-parallel-size in its place",
+    "speculation": "serve lists without --speculative-config",
+    "a KV connector": "serve lists without --kv-transfer-config",
+    "prompt embeddings": "serve lists without --enable-prompt-embeds",
+    "the KV cache is too small": "raise --gpu-memory-utilization or --kv-cache-memory-bytes",
+    "layers of ": "--attention-backend FLASH_ATTN or TRITON_ATTN, if the model allows it",
+    "heads of 256": "--attention-backend TRITON_ATTN",
+    "a KV cache of ": "--kv-cache-dtype auto",
+    "VLLM_BATCH_INVARIANT": "unset it",
+    "fast prefill": "leave --kv-sharing-fast-prefill out",
+}
+"""What makes lists in a step, by what the reason says why they take rounds."""
+
+
+def with_mend(reason: str) -> str:
+    """Return why lists take rounds, and what makes them in a step if anything does."""
+    return next((f"{reason} ({mend})" for part, mend in _MENDS.items() if part in reason), reason)
+
+
 def shorter_passes(vllm_config: Any) -> str:
     """Return what in a CPU's flags would shorten forward passes, as the end of a sentence; empty if nothing would."""
     if not _platform().is_cpu():

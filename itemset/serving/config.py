@@ -24,7 +24,7 @@ Switch = Literal["auto", "on", "off"]
 _Path = Annotated[str, Meta(min_length=1)]
 _Count = Annotated[int, Meta(ge=0)]
 _Rows = Annotated[int, Meta(ge=1)]
-FLAGS = ("item_set_path", "item_set_dir")  # the flags that are options by the same name
+FLAGS = ("item_set_path", "item_set_dir", "item_set_models")  # the flags that are options by the same name
 _SET = "--item-set films=films.itemset"
 
 
@@ -66,6 +66,7 @@ class StaticConfig(msgspec.Struct, frozen=True, kw_only=True):
     inline_item_limit: Annotated[int, Meta(ge=0, description="a whole number of items")] = 100_000
     inline_text_limit: Annotated[int, Meta(ge=0, description="a whole number of characters")] = 10_000_000
     inline_enum_size: Annotated[int, Meta(ge=0, description="a whole number of texts")] = 100
+    item_set_models: Annotated[bool, Meta(description="true or false")] = False
     item_set_path: Annotated[Paths, Meta(description="one of auto, device, host")] = "auto"
     inline_set_memory: Annotated[int, Meta(ge=0, description="a whole number of bytes")] = 64 << 20
     inline_set_host_memory: Annotated[int, Meta(ge=0, description="a whole number of bytes")] = 256 << 20
@@ -189,6 +190,12 @@ def add_flags(parser: argparse.ArgumentParser, *, device_where: str, alias_of: s
         "--item-set-dir",
         metavar="FOLDER",
         help="Register every published set in this folder under the name of its own folder, those to come too.",
+    )
+    group.add_argument(
+        "--item-set-models",
+        action="store_true",
+        default=None,
+        help="Let a request name a set after its model, as MODEL:SET, for gateways that pass on no item_set.",
     )
     group.add_argument(
         "--item-set-path",

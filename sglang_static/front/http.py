@@ -1,7 +1,7 @@
 """The HTTP surface: the request fields `item_set` and `choice`, and refusals where SGLang would drop them."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +9,7 @@ from itemset.errors import shown
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.front import http_bodies, lost_fields, request_fields
 from itemset.serving.front.lost_fields import constraints_of, disguised, refuse_loose_tools
+from itemset.serving.front.model_names import take_set
 from itemset.serving.front.request import DRAWING, check_options, wants_draws, with_beams
 
 from itemset.serving.front.request_fields import (  # isort: skip
@@ -51,10 +52,15 @@ class ItemSetFields(http_bodies.BodyMiddleware):
         if scope["type"] == "lifespan":
             compat.follower_of(compat.server_manager())
 
+    def sets_by_model(self, scope: Any) -> Collection[str]:
+        front_end = _front_end()
+        return () if front_end is None else front_end.sets_by_model
+
     def check(self, scope: Any, given: Any) -> None:
         """Puts `choice` for vLLM's older word, and draws on the way of beam searches."""
         noted, ours = http_bodies.body(), _front_end() is not None
         path, fields = noted.path, lost_fields.fields_of_route(scope, given)
+        take_set(path, given, self.sets_by_model(scope))
         SURFACE.check(path, given, fields, ours=ours)
         if not isinstance(given, dict):
             return

@@ -34,7 +34,7 @@ def _initialize_kv_caches(original: Callable[..., Any], self: Any, vllm_config: 
         room, reason = _tried(workers, cache, vllm_config)
         workers(install, args=(room,))
     if reason is not None:
-        logger.info("Ranked lists take rounds of requests: %s", reason)
+        logger.info("Ranked lists take rounds of requests: %s", compat.with_mend(reason))
         return cache
     cache.num_blocks -= room.blocks
     vllm_config.cache_config.num_gpu_blocks = cache.num_blocks

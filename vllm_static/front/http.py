@@ -1,5 +1,6 @@
 """The HTTP surface: the request field `item_set`, and refusals where vLLM would drop a constraint in silence."""
 
+from collections.abc import Collection
 from typing import Any
 
 from itemset.embedded.rewrite import mentions
@@ -8,6 +9,7 @@ from itemset.serving.catalogue import RefusedError
 from itemset.serving.constraint import JSON, TAG
 from itemset.serving.front import http_bodies, lost_fields, request_fields
 from itemset.serving.front.lost_fields import constraints_of, disguised, holds_sets, refuse_loose_tools, refuse_lost
+from itemset.serving.front.model_names import take_set
 from itemset.serving.front.request import DRAWING, ItemRequest, wants_draws, with_beams
 
 from itemset.serving.front.request_fields import (  # isort: skip
@@ -42,9 +44,14 @@ class ItemSetWords(http_bodies.BodyMiddleware):
         elif scope.get("path") == PATH:
             await refresh(scope["app"])
 
+    def sets_by_model(self, scope: Any) -> Collection[str]:
+        front_end = compat.front_end_of(scope["app"].state)
+        return () if front_end is None else front_end.sets_by_model
+
     def check(self, scope: Any, given: Any) -> None:
         """Puts `choice` for vLLM's older word, and draws on the way of beam searches."""
         ours, body = compat.front_end_of(scope["app"].state) is not None, http_bodies.body()
+        take_set(body.path, given, self.sets_by_model(scope))
         fields = lost_fields.fields_of_route(scope, given)
         SURFACE.check(body.path, given, fields, ours=ours)
         body.stated = constraints_of(given, fields)

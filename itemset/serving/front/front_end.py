@@ -71,6 +71,11 @@ class FrontEndBase:
     def validate(kind: str, spec: str) -> None:
         """Raises what it likes for a constraint that the engine itself refuses, see `Constraints`."""
 
+    @property
+    def sets_by_model(self) -> Collection[str]:
+        """Names of the sets that a request may name after its model."""
+        return [*self.checks.catalogue.serving] if self.config.item_set_models else ()
+
     def follow(self, send: Send) -> Follower:
         """Return what follows the published sets from now on, once it is started. send: reaches the engines."""
         path = "host" if self.host_path else "device"

@@ -7,7 +7,7 @@ with items, the server's JSON is read again on its way out: no function of an en
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # it imports metrics, which have to wait until the engine has
 
 _MIDDLEWARE = "item_set_middleware"
 """Where a scope has the middleware that checks its body: a process may run other apps as well."""
-SETS = "/v1/item_sets"
+SETS, MODELS = "/v1/item_sets", "/v1/models"
 ANSWERED = ("/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses")
 """Endpoints whose answers say which items they are."""
 PATIENCE = 0.2  # seconds between two looks for the client
@@ -99,7 +99,13 @@ class BodyMiddleware:
         scope[_MIDDLEWARE] = self
         try:
             await self.begin(scope)
-            await self._app(scope, receive, _Answer(send, given) if given.path in ANSWERED else send)
+            if given.path in ANSWERED:
+                send = _Answer(send, given)
+            elif given.path == MODELS and (sets := self.sets_by_model(scope)):
+                from itemset.serving.front import model_names
+
+                send = _Answer(send, given, lambda data: model_names.with_sets(data, sets))
+            await self._app(scope, receive, send)
         finally:
             _body.reset(token)
             # A server's objects of a request hold the body, and an engine's tasks begin in a first request's context:
@@ -110,6 +116,10 @@ class BodyMiddleware:
 
     async def begin(self, scope: Any) -> None:
         """Do what an engine needs before a request, or when the server starts: the type of the scope says which."""
+
+    def sets_by_model(self, scope: Any) -> Collection[str]:
+        """Return the names of the sets that a request may name after its model, see `model_names`."""
+        raise NotImplementedError
 
     def check(self, scope: Any, given: Any) -> None:
         """Check a parsed body, and note what is in it. Raises RefusedError for what would be lost."""
@@ -158,13 +168,16 @@ async def _checked(hook: Hooks, middleware: BodyMiddleware, parse: Callable[[], 
 class _Answer:
     """Sends the answer to a request, with what each choice says of items. Without these it reads nothing of it."""
 
-    def __init__(self, send: Callable[[Any], Awaitable[None]], given: Body) -> None:
-        self._send, self._body = send, given
+    def __init__(
+        self, send: Callable[[Any], Awaitable[None]], given: Body, listing: Callable[[bytes], bytes] | None = None
+    ) -> None:
+        """listing: changes an answer that has no items."""
+        self._send, self._body, self._listing = send, given, listing
         self._held: Any = None  # the beginning of an answer as a whole: its length will change
         self._so_far = b""
 
     async def __call__(self, message: Any) -> None:
-        if not self._body.items:
+        if not self._body.items and self._listing is None:
             await self._send(message)
         elif message["type"] == "http.response.start" and any(
             name.lower() == b"content-type" and b"json" in value for name, value in message["headers"]
@@ -181,7 +194,8 @@ class _Answer:
         else:
             self._so_far += message.get("body", b"")
             if not message.get("more_body"):
-                whole = _with_items(self._so_far, self._body.numbered(whole=True))
+                numbered = self._body.numbered(whole=True)
+                whole = _with_items(self._so_far, numbered) if self._listing is None else self._listing(self._so_far)
                 others = [one for one in self._held["headers"] if one[0].lower() != b"content-length"]
                 await self._send(self._held | {"headers": [*others, (b"content-length", b"%d" % len(whole))]})
                 await self._send(message | {"body": whole})

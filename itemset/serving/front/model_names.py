@@ -1,0 +1,60 @@
+"""A set by the model's name, `"model": "qwen3:films?list=10"`: for gateways that pass on no other field of ours."""
+
+import contextlib
+import json
+from collections.abc import Collection
+from typing import Any
+from urllib.parse import parse_qsl
+
+import msgspec
+
+from itemset.errors import shown
+from itemset.serving.catalogue import RefusedError
+from itemset.serving.front.http_bodies import ANSWERED
+from itemset.serving.front.request_fields import BEAMS, DRAWN, LIST, OF_ITEMS, OF_SET, OPTIONS, REFERENCE
+
+_WORDS = (LIST, *dict.fromkeys((*OF_SET, *OF_ITEMS, *OPTIONS, *DRAWN)))
+
+
+def take_set(path: str, body: Any, sets: Collection[str]) -> None:
+    """Put what a body's model says of one of these sets where it would stand in the body: `item_set`, and its options.
+
+    After the colon stands the set's name, after a question mark options as of a query: `list=10` for the ten best
+    items, and any word that may stand beside `item_set`, JSON or a text. What the body says itself counts.
+    Raises RefusedError for a body with another set, and for other words.
+    """
+    if (
+        path not in ANSWERED
+        or not sets
+        or not isinstance(body, dict)
+        or not isinstance(model := body.get("model"), str)
+    ):
+        return
+    name, _, query = model.partition("?")
+    base, _, name = name.rpartition(":")
+    if not base or name not in sets:
+        return
+    if body.get(REFERENCE) not in (None, name):
+        message = (
+            f"the model names the set {name!r}, and {REFERENCE} another, {shown(body[REFERENCE])}: give one of them"
+        )
+        raise RefusedError("two constraints", message, "model")
+    said: dict[str, Any] = {REFERENCE: name}
+    for word, text in parse_qsl(query, keep_blank_values=True):
+        if word not in _WORDS or word == REFERENCE:
+            raise RefusedError(
+                "wrong type", f"model {shown(model)}: there is no {shown(word)}, only {', '.join(_WORDS)}", "model"
+            )
+        value: Any = text
+        with contextlib.suppress(ValueError):
+            value = json.loads(text)
+        said |= {BEAMS: True, "n": value} if word == LIST else {word: value}
+    body |= said | {word: value for word, value in body.items() if value is not None} | {"model": base}
+
+
+def with_sets(data: bytes, sets: Collection[str]) -> bytes:
+    """Return a server's list of models, with each of them once more for every set."""
+    answer = json.loads(data)
+    with contextlib.suppress(KeyError, TypeError):  # an error, or a list of another form
+        answer["data"] += [{**one, "id": f"{one['id']}:{name}"} for one in answer["data"] for name in sorted(sets)]
+    return msgspec.json.encode(answer)

@@ -60,7 +60,8 @@ class ItemSetFields(http_bodies.BodyMiddleware):
         """Puts `choice` for vLLM's older word, and draws on the way of beam searches."""
         noted, ours = http_bodies.body(), _front_end() is not None
         path, fields = noted.path, lost_fields.fields_of_route(scope, given)
-        take_set(path, given, self.sets_by_model(scope))
+        if path in http_bodies.ANSWERED:
+            take_set(given, self.sets_by_model(scope))
         SURFACE.check(path, given, fields, ours=ours)
         if not isinstance(given, dict):
             return

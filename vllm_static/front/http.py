@@ -51,7 +51,8 @@ class ItemSetWords(http_bodies.BodyMiddleware):
     def check(self, scope: Any, given: Any) -> None:
         """Puts `choice` for vLLM's older word, and draws on the way of beam searches."""
         ours, body = compat.front_end_of(scope["app"].state) is not None, http_bodies.body()
-        take_set(body.path, given, self.sets_by_model(scope))
+        if body.path in http_bodies.ANSWERED:
+            take_set(given, self.sets_by_model(scope))
         fields = lost_fields.fields_of_route(scope, given)
         SURFACE.check(body.path, given, fields, ours=ours)
         body.stated = constraints_of(given, fields)

@@ -10,25 +10,19 @@ import msgspec
 
 from itemset.errors import shown
 from itemset.serving.catalogue import RefusedError
-from itemset.serving.front.http_bodies import ANSWERED
 from itemset.serving.front.request_fields import BEAMS, DRAWN, LIST, OF_ITEMS, OF_SET, OPTIONS, REFERENCE
 
 _WORDS = (LIST, *dict.fromkeys((*OF_SET, *OF_ITEMS, *OPTIONS, *DRAWN)))
 
 
-def take_set(path: str, body: Any, sets: Collection[str]) -> None:
+def take_set(body: Any, sets: Collection[str]) -> None:
     """Put what a body's model says of one of these sets where it would stand in the body: `item_set`, and its options.
 
     After the colon stands the set's name, after a question mark options as of a query: `list=10` for the ten best
     items, and any word that may stand beside `item_set`, JSON or a text. What the body says itself counts.
     Raises RefusedError for a body with another set, and for other words.
     """
-    if (
-        path not in ANSWERED
-        or not sets
-        or not isinstance(body, dict)
-        or not isinstance(model := body.get("model"), str)
-    ):
+    if not isinstance(body, dict) or not isinstance(model := body.get("model"), str):
         return
     name, _, query = model.partition("?")
     base, _, name = name.rpartition(":")

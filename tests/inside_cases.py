@@ -66,7 +66,8 @@ BAD = {
     "does not hold there": {"allOf": [FILM, {"type": "string"}]},
     "uniqueItems": {"$defs": {"f": FILM}, "type": "array", "items": {"$ref": "#/$defs/f"}, "uniqueItems": True},
     "minItems=20": SLATE | {"minItems": 20, "maxItems": 20},
-    "its type cannot be": {"type": "integer", "item_set": "titles"},
+    "its type cannot be": {"type": "number", "item_set": "titles"},
+    "$: the item 'Alien' is no integer": {"type": "integer", "item_set": ["Alien", "12"]},
     "must be a list of keys": FILM | {"exclude_keys": 5},
     "used: Cannot find field nowhere": {"type": "object", "properties": {"film": FILM, "other": {"$ref": "#/nowhere"}}},
 }

@@ -100,6 +100,26 @@ def test_very_many_texts_become_sets(engine, drafting):
     assert len(found) > len(asked)
 
 
+def test_integers_stand_without_quotes(engine):
+    years = [7, 12, 123, 1995, 199, 0, -15]
+    one = {"type": "integer", "item_set": years}
+    several = {"type": "array", "items": one, "uniqueItems": True, "minItems": 2, "maxItems": 3}
+    schema = {"type": "object", "properties": {"year": one, "years": several}, "required": ["year", "years"]}
+    for answer in engine.ask([f"p {i}" for i in range(6)], [{"json": schema, "max_tokens": 150, "temperature": 1}] * 6):
+        if answer.finish == "stop":
+            given = json.loads(answer.text)
+            each = [given["year"], *given["years"]]
+            assert set(each) <= set(years)
+            assert len(set(given["years"])) == len(given["years"])
+            paths = ["$.year", *(f"$.years[{i}]" for i in range(len(given["years"])))]
+            numbers = [(path, year, years.index(year)) for path, year in zip(paths, each, strict=True)]
+            told = [{"path": path, "text": str(year), "key": key, "keys": [key]} for path, year, key in numbers]
+            assert answer.said["items"] == told
+    for bad in (["7", "007"], ["-"], ["1-2"], ["x"], ["1.5"], ["0", "0123"], ["-012"]):
+        with pytest.raises(engine.refusal, match=r"\$: the item '.*' is no integer"):
+            engine.ask(["p"], {"json": {"type": "integer", "item_set": bad}})
+
+
 @pytest.mark.parametrize("sentence", BAD)
 def test_what_would_not_hold_is_refused(engine, sentence):
     with pytest.raises(engine.refusal, match=r"parameter=structured_outputs|[Ii]tem|constraint|exclude_keys") as raised:

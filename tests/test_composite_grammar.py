@@ -497,7 +497,7 @@ UNHELD: dict[str, Any] = {
     "more than there are": {"type": "array", "items": FEW, "uniqueItems": True, "minItems": 5},
     **{word: {**FILM, word: 3} for word in ("minLength", "maxLength", "enum", "const", "items", "x-mine")},
     **{f"{word} beside": {**FILM, word: "date"} for word in ("format", "pattern")},
-    "another type": {"item_set": "films", "type": "integer"},
+    "another type": {"item_set": "films", "type": "number"},
     "other types": {"item_set": "films", "type": ["string", "integer"]},
     "no name": {"item_set": 3},
     "no texts": {"item_set": []},

@@ -115,13 +115,14 @@ class Place:
     group: int | None = None  # as of `holes.Hole`, and so is `begins`
     begins: bool = False
     closers: str = ""  # what may come right after it, as far as its place says that
+    number: bool = False  # whether it is a JSON number, without quotes
     quoted: bool = False  # whether it is inside a JSON string; known once it is placed
 
     @property
-    def asks(self) -> tuple[str | tuple[str, ...], str, bool]:
+    def asks(self) -> tuple[str | tuple[str, ...], str, bool, bool]:
         """Return what it asks for: equal for equal items."""
         named = self.named if isinstance(self.named, str) else tuple(self.named)
-        return named, json.dumps(self.selection, sort_keys=True, default=repr), self.quoted
+        return named, json.dumps(self.selection, sort_keys=True, default=repr), self.number, self.quoted
 
 
 @dataclass(frozen=True)

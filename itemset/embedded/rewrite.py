@@ -51,6 +51,7 @@ class Marker:
         """size_of: how many items may come at a place; raises ItemSetError as it likes."""
         self._size_of, self._places, self._groups = size_of, list[Place](), 0
         self._nonce = secrets.token_hex(8)
+        self._digits = 10**13 + secrets.randbelow(9 * 10**13)  # the same of numbers
         self._seen = set[str]()  # paths of sets that stand where they hold
         self._unheld = list[str]()  # paths of references where nothing holds
         self._survey = Survey()
@@ -112,16 +113,20 @@ class Marker:
         self._survey.add(parsed)
         return parsed
 
-    def _mark(self, place: Place) -> str:
+    def _mark(self, place: Place) -> str | int:
         if len(self._places) + self._survey.references >= PLACES:
             raise ItemSetError(
                 f"item sets stand in more than {PLACES:,} places of the constraint, each $ref counted: state fewer"
             )
         self._places.append(place)
+        if place.number:
+            return self._digits * PLACES + len(self._places) - 1
         return f"ITEMSET{self._nonce}N{len(self._places) - 1}E"
 
-    def _place(self, node: Mapping[str, Any], path: str) -> Place:
+    def _place(self, node: Mapping[str, Any], path: str, *, number: bool = False) -> Place:
         named = node[WORD]
+        if number and isinstance(named, list) and set(map(type, named)) == {int}:
+            named = list(map(str, named))
         if not isinstance(named, str) and not (isinstance(named, list) and set(map(type, named)) == {str}):
             given = "an empty one" if named == [] else shown(named)
             raise ItemSetError(f"{path}.{WORD} must be a set's name, or a list of texts, not {given}")
@@ -132,7 +137,7 @@ class Marker:
                 raise ItemSetError(f"{path}.{key} must be {example}, not {shown(value)}")
         if selection and not isinstance(named, str):
             raise ItemSetError(f"{path}: {min(selection)} chooses among the items of a registered set: name one")
-        return Place(path, named, selection)
+        return Place(path, named, selection, number=number)
 
     # JSON schemas
 
@@ -182,12 +187,15 @@ class Marker:
         if others := sorted(set(node) - {WORD, "type", *SELECTION, *_ANNOTATIONS}):
             raise ItemSetError(f"{path}: {others[0]} beside item_set would not hold: omit it")
         types = node.get("type", "string")
-        if types not in ("string", ["string"], ["string", "null"], ["null", "string"]):
+        each = types if isinstance(types, list) else [types]
+        kinds = [kind for kind in each if kind != "null"]
+        if kinds not in (["string"], ["integer"]) or len(each) > 2:
             raise ItemSetError(
-                f'{path}: an item_set is a string, its type cannot be {shown(types)}: write "type": "string"'
+                f"{path}: an item_set is a string, or an integer if all items are, its type cannot be {shown(types)}: "
+                'write "type": "string"'
             )
-        constant = {"const": self._mark(self._place(node, path))}
-        return {"anyOf": [constant, {"type": "null"}]} if isinstance(types, list) and len(types) > 1 else constant
+        constant = {"const": self._mark(self._place(node, path, number=kinds == ["integer"]))}
+        return {"anyOf": [constant, {"type": "null"}]} if len(each) > 1 else constant
 
     def _distinct(self, node: dict[str, Any], path: str) -> bool:
         """Return whether this is an array of distinct items of a set."""
@@ -204,14 +212,15 @@ class Marker:
         return True
 
     def _slate(self, node: dict[str, Any], out: dict[str, Any], path: str) -> dict[str, Any]:
-        place, least, most = self._place(node["items"], f"{path}.items"), node.get("minItems", 0), node.get("maxItems")
+        least, most = node.get("minItems", 0), node.get("maxItems")
         for name, value in (("minItems", least), ("maxItems", most)):
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
                 raise ItemSetError(f"{path}.{name} must be a number of items, not {shown(value)}")
         constant = self._string(dict(node["items"]), f"{path}.items")
         if "const" not in constant:
             raise ItemSetError(f"{path}: distinct items cannot be null: omit uniqueItems, or null")
-        size = self._size_of(replace(place, quoted=True))
+        place = self._places[-1]
+        size = self._size_of(replace(place, quoted=not place.number))
         if least > size:
             raise ItemSetError(f"{path}: minItems={least:,}, but there are {size:,} distinct items: ask for fewer")
         most = size if most is None else min(most, size)
@@ -285,7 +294,8 @@ class Marker:
         """Return None if no set stands in it, or nothing refers to the definitions in which sets stand."""
         if not self._places:
             return None
-        text, mark, holes, hole_of = printed(parse()), f"ITEMSET{self._nonce}N(\\d+)E", list[Place](), dict[int, int]()
+        text, holes, hole_of = printed(parse()), list[Place](), dict[int, int]()
+        mark = rf"(?:ITEMSET{self._nonce}N|{self._digits})(\d+)E?"
         if len(text) > GRAMMAR:
             raise ItemSetError(
                 f"xgrammar makes {len(text):,} characters of grammar of the constraint, the limit is {GRAMMAR:,}: "

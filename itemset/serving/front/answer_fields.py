@@ -135,8 +135,8 @@ class ExpectedItems:
 
 
 def json_paths(text: bytes) -> dict[int, str]:
-    """Return the path (`$.films[0]`) of each string in a JSON text, or in the beginning of one, by the byte where its
-    content begins. Keys of objects have none."""
+    """Return the path (`$.films[0]`) of each string or number in a JSON text, or in the beginning of one, by the byte
+    where its content begins. Keys of objects have none."""
     found: dict[int, str] = {}
     above: list[list[str | int | None]] = []  # of each open object the key, of each array the place
     is_key = False
@@ -154,11 +154,10 @@ def json_paths(text: bytes) -> dict[int, str]:
                 above[-1][0] = place + 1
         elif token == b":":
             is_key = False
+        elif not is_key:
+            found[match.start() + token.startswith(b'"')] = "$" + "".join(_step(one[0]) for one in above)
         elif token.startswith(b'"'):
-            if is_key:
-                above[-1][0] = json.loads(token)
-            else:
-                found[match.start() + 1] = "$" + "".join(_step(one[0]) for one in above)
+            above[-1][0] = json.loads(token)
     return found
 
 

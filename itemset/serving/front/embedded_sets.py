@@ -10,13 +10,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import xgrammar
 
 from itemset.embedded.holes import Once, Vocabulary
+from itemset.embedded.numbers import not_integers
 from itemset.embedded.placement import Marked, Place
 from itemset.embedded.rewrite import Marker
-from itemset.errors import ItemSetError
+from itemset.errors import ItemSetError, shown
+from itemset.item_set import ItemSet
 from itemset.serving.catalogue import InlineSet, Opened, RefusedError
 from itemset.serving.constraint import JSON, LARK, SLATE, SMALL, TAG, Constraint, SetHole
 from itemset.serving.front.admission import Checks
@@ -60,6 +63,7 @@ class Constraints:
         self._checks, self._tokenizer, self._options, self._validate = checks, tokenizer, options, validate
         self.vocabulary, self._lock = Once(vocabulary), threading.Lock()
         self._marked: OrderedDict[str, tuple[Marked, int]] = OrderedDict()
+        self._integers = WeakSet[ItemSet]()  # sets of nothing else
         self._marked_characters, self._served = 0, list[str]()  # the versions of the sets in them
         self._threads = ThreadPoolExecutor(_THREADS, "item-holes")
         # What may take xgrammar long waits for its like alone. xgrammar cannot be stopped; what waits can.
@@ -136,6 +140,14 @@ class Constraints:
                     "give a separator",
                 )
         vocabulary = self.vocabulary.get()
+        for place, _, one in holes:
+            if place.number and one.item_set not in self._integers:
+                if (wrong := not_integers(one.item_set, vocabulary.bytes)) is not None:
+                    message = (
+                        f'{place.path}: the item {shown(wrong)} is no integer as JSON writes it: write "type": "string"'
+                    )
+                    raise RefusedError("item set inside", message)
+                self._integers.add(one.item_set)
         grammar = marked.ebnf(vocabulary.first)
         try:
             compiled = vocabulary.compile(grammar)

@@ -15,7 +15,7 @@ from itemset.text import Escape, Lossy, TokenizerId, encode, encode_pieces, fing
 from itemset.trie import attributes as attribute_columns
 from itemset.trie import file as index_file
 from itemset.trie import numbering, potential, walk
-from itemset.trie.keys import KeyList, Keys, as_keys, in_item_order
+from itemset.trie.keys import KeyList, Keys, as_keys, in_item_order, values_to_sections
 from itemset.trie.levels import LevelPlan, ready_masks
 from itemset.trie.rows import MAX_ITEMS, MAX_TOKEN_ID, Distinct, Rows, as_rows, sort_unique
 from itemset.trie.tables import Trie, build_trie
@@ -352,7 +352,8 @@ class ItemSet:
 
     def _arrays(self) -> dict[str, NDArray[Any]]:
         attributes = {} if self._attributes is None else {"attributes": self._attributes}
-        return self.trie.tables.sections | self._keys.to_sections() | attributes
+        starts = {} if self._keys.starts is None else {"key_starts": self._keys.starts}
+        return self.trie.tables.sections | values_to_sections(self._keys.values) | starts | attributes
 
     def _header(self) -> index_file.Header:
         trie = self.trie

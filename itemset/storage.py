@@ -36,8 +36,6 @@ def is_uri(path: PathLike) -> bool:
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file to read."""
-
     name: str  # its path or URI, for errors
     path: str  # within its file system
     size: int  # in bytes

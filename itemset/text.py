@@ -214,8 +214,7 @@ def _token_ids(texts: list[str], tokenizer: Any) -> list[list[int]]:
     if not _has_all_options(tokenizer):
         return [list(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
     off = ("add_special_tokens", "padding", "truncation", "return_attention_mask", "return_token_type_ids", "verbose")
-    ids: list[list[int]] = tokenizer(texts, **dict.fromkeys(off, False))["input_ids"]
-    return ids
+    return tokenizer(texts, **dict.fromkeys(off, False))["input_ids"]
 
 
 _WRAPPERS = ("TokenizersBackend", "PreTrainedTokenizerFast")
@@ -243,8 +242,7 @@ def _has_all_options(tokenizer: Any) -> bool:
 def decoded(rows: list[list[int]], tokenizer: Any) -> list[str]:
     """Return the text of each row of tokens, as `decode` does."""
     if (compiled := _compiled(tokenizer)) is not None:
-        texts: list[str] = compiled.decode_batch(rows, skip_special_tokens=False)
-        return texts
+        return compiled.decode_batch(rows, skip_special_tokens=False)
     return [decode(tokens, tokenizer) for tokens in rows]
 
 

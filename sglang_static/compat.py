@@ -22,12 +22,9 @@ logger = logging.getLogger("sglang_static")
 
 SUPPORTED = ((0, 5, 23), (0, 5, 23))  # first and last version: those that `tests/contract.py` has passed
 BROKEN: tuple[str, ...] = ()  # among them and later
-VARIABLE = "SGLANG_STATIC"
-"""The environment variable with the options, as JSON: SGLang's configuration has no place for a plugin's."""
+VARIABLE = "SGLANG_STATIC"  # options as JSON in the environment: SGLang's configuration has no place for a plugin's
 
-METHOD = "item_sets"
-"""Of a DumperControlReqInput that is a message of ours: the one request of SGLang's that brings plain values to every
-scheduler, and others back."""
+METHOD = "item_sets"  # of a DumperControlReqInput of ours: the one request that brings plain values to all schedulers
 
 
 def _put(target: str, around: Callable[..., Any]) -> None:

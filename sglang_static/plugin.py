@@ -13,8 +13,7 @@ import_present(
     "scheduler.turns", "scheduler.versions", "scheduler.weights",
 )  # fmt: skip
 
-_NAMED = {BACKEND, f"--grammar-backend={BACKEND}", "--guided-decoding-backend"}
-"""Words of a command line that want our backend."""
+_NAMED = {BACKEND, f"--grammar-backend={BACKEND}", "--guided-decoding-backend"}  # words of flags that want our backend
 
 
 def register() -> None:

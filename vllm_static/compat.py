@@ -146,8 +146,7 @@ def ask(core: Any, method: str, *args: Any) -> Any:
     return getattr(core.engine_core, method)(*args)
 
 
-backends: WeakValueDictionary[int, Any] = WeakValueDictionary()
-"""The StaticBackend of each engine core in this process, by the id of its configuration."""
+backends: WeakValueDictionary[int, Any] = WeakValueDictionary()  # of each engine core here, by its configuration's id
 
 
 def backend_of(manager: Any) -> Any:
@@ -315,8 +314,7 @@ def make_ordinary(request: Any, extra_args: dict[str, Any], constraint: Any = No
 
 
 def may_reason(manager: Any) -> bool:
-    """Return whether a constraint may begin later than its request, which sets `reasoning_ended`
-    (v1/structured_output/__init__.py, _get_constraint_bounds)."""
+    """Return whether a constraint may begin later than its request (structured_output, _get_constraint_bounds)."""
     return manager.reasoner_cls is not None and not manager.enable_in_reasoning
 
 

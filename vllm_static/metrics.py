@@ -19,8 +19,7 @@ STEPS = Gauge(
     multiprocess_mode="max",
 )
 
-ENGINE_METHOD, ROLLOUT = "item_set_figures", "item_set_rollout"
-"""Methods that the plugin adds to vLLM's EngineCore: for `refresh`, and for `Preparer.answer`."""
+ENGINE_METHOD, ROLLOUT = "item_set_figures", "item_set_rollout"  # added to EngineCore: `refresh`, `Preparer.answer`
 
 
 async def refresh(app: Any) -> None:

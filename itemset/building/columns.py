@@ -98,12 +98,10 @@ class Table:
         self.key_type = key_judges[0].key_type(path) if key_judges else None
 
     def read(self, file: SourceFile, faults: Faults) -> Iterator[Batch]:
-        """Read the columns as the file has them."""
         dialect = self.dialects[file.name]
         return (read_delimited if dialect.names else READERS[format_of(file)])(file, dialect, self.names, faults)
 
     def items(self, file: SourceFile, faults: Faults) -> Iterator[Items]:
-        """Turn a file's columns into items, keys and attributes."""
         before = 0
         for values, done in self.read(file, faults):
             given, bad = values[self.column], faults.count

@@ -69,7 +69,6 @@ def changes(before: ItemSet, after: ItemSet, *, by_key: bool = True, folder: Pat
 
 
 def _rows(s: ItemSet, numbers: NDArray[np.int64], by_key: bool) -> pa.Table:
-    """Return each key with its item's number."""
     items = numbers if s.key_starts is None else np.repeat(numbers, np.diff(s.key_starts))
     return pa.table({"key": s.keys if by_key else items, "item": items})
 

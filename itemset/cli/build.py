@@ -27,9 +27,7 @@ from itemset.trie.keys import are_row_numbers
 
 def add_to(command: Command) -> None:
     sub = command(
-        "build",
-        build,
-        "itemset build films.csv --column title --key movie_id --tokenizer DIR -o films.itemset",
+        "build", build, "itemset build films.csv --column title --key movie_id --tokenizer DIR -o films.itemset"
     )
     formats = ", ".join(sources.SUFFIXES)
     places = (

@@ -19,11 +19,7 @@ def add_to(command: Command) -> None:
     sub = command("verify", _verify, "itemset verify films.itemset")
     sub.add_argument("file", metavar="FILE")
 
-    sub = command(
-        "lookup",
-        _lookup,
-        'itemset lookup films.itemset --key 50 --text "Star Wars (1977)" --tokenizer DIR',
-    )
+    sub = command("lookup", _lookup, 'itemset lookup films.itemset --key 50 --text "Star Wars (1977)" --tokenizer DIR')
     sub.add_argument("file", metavar="FILE")
     many: dict[str, Any] = {"action": "append", "default": []}
     sub.add_argument("--tokens", metavar="1,2,3", type=token_list, help="the item of these tokens", **many)

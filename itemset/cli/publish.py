@@ -22,8 +22,7 @@ from itemset.errors import ItemSetError
 from itemset.publishing import current_set, publish_source
 from itemset.storage import SourceFile
 
-SOURCE = "source.json"
-"""In the folder of a published set: how the last file of items was read there, but for leave to run its code."""
+SOURCE = "source.json"  # in a published set's folder: how its last file of items was read, but for leave to run code
 _KEPT = ("column", "key", "keep_text", "tokenizer", "revision", "prefix", "escape", "attribute", *WORDS)
 
 
@@ -50,7 +49,6 @@ def add_to(command: Command) -> None:
 
 
 def publish(args: argparse.Namespace) -> None:
-    """Publish a file, go back to an earlier version, or list the versions."""
     if args.rollback and not args.file:
         args.file, args.rollback = args.rollback, ""  # --rollback FOLDER, which argparse took for a version
     if args.list or args.rollback is not None:

@@ -13,9 +13,7 @@ HEAD_FILE = "draft_head.safetensors"
 
 def add_to(command: Command) -> None:
     sub = command(
-        "train-head",
-        train,
-        "itemset train-head ids.itemset path/to/model taught --histories histories.jsonl",
+        "train-head", train, "itemset train-head ids.itemset path/to/model taught --histories histories.jsonl"
     )
     sub.add_argument("set", metavar="FILE", help="the index of the set, whose items have as many tokens each")
     sub.add_argument("model", metavar="MODEL", help="a model of transformers; it is copied, and learns too")

@@ -69,15 +69,13 @@ class DraftHead(nn.Module):
 
     def code_logits(self, level: int, hidden: Tensor, state: Tensor) -> Tensor:
         """Return the logits of a level's codes, [..., T_l] float32. hidden, state: h_l and s_l, [..., d]."""
-        logits: Tensor = self.logits[level](hidden + state)
-        return logits.float()
+        return self.logits[level](hidden + state).float()
 
     def advance(self, level: int, state: Tensor, tokens: Tensor) -> Tensor:
         """Return s_{l+1} of states [n, d] and the tokens chosen at the level, [n] int64. Others count as some code."""
         codes = self.get_buffer(f"codes_{level}")
         places = torch.searchsorted(codes, tokens).clamp(max=len(codes) - 1)
-        following: Tensor = self.transitions[level](self.embeddings[level](places), state)
-        return following
+        return self.transitions[level](self.embeddings[level](places), state)
 
     def loss(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         """Return the cross entropy of items, summed over the levels and averaged over the items (equation 6).
@@ -123,13 +121,13 @@ class DraftHead(nn.Module):
         renormalised: bool = False, boost: float = 1.0,
     ) -> Beams:  # fmt: skip
         """Return the beams of some lists at their end: `Beams.found` has the items, each one of its list's set.
-
         A score is the sum of an item's log-probabilities by the head, shared by its own codes alone; the end costs
         nothing. Items with other tokens are not found, nor longer ones. Nothing is read back.
 
         hidden: [lists, L + 1, d] of any floating dtype, on the arena's device. The others: as for `Beams`. Raises
         ValueError for another shape, and as `Beams` does.
         """
+
         shape = (len(numbers), self.levels + 1, self.hidden_size)
         if hidden.shape != shape:
             raise ValueError(f"hidden states of shape {tuple(hidden.shape)}: {self.name} takes {shape} for these lists")

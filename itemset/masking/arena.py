@@ -25,14 +25,13 @@ from itemset.trie.tables import OF_VIEWS, SECTIONS
 PIECE = 1 << 24  # bytes of each of the two staging buffers
 _REMEMBERED = 4  # steps whose ends are told apart
 
-Parts = list[tuple[torch.Tensor, NDArray[Any]]]
-"""What is copied where: a tensor on the device, [bytes] uint8, and as many bytes."""
+Parts = list[tuple[torch.Tensor, NDArray[Any]]]  # what is copied where: a tensor on the device, uint8, and the bytes
 
 
 class Copies:
     """One stream for all copies, and the events that order it with the steps. Call it from one thread.
-
     A copy waits for steps only if they may still read what it overwrites, a step for a copy only if it reads what is
+
     copied. Only out of pinned memory do copies run beside the host: while the device reads one of two buffers, the host
     fills the other. For a set larger than both it waits until the first is free, and for nothing else.
 

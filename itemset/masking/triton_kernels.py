@@ -249,7 +249,6 @@ def _forced_kernel(
 
 @triton.jit
 def _request(rows_each):
-    """Return the request of this program's row: its index in `slots`."""
     request = tl.program_id(0)
     if rows_each is not None:
         request = request // rows_each
@@ -258,7 +257,6 @@ def _request(rows_each):
 
 @triton.jit
 def _depth(above, row, LAYOUT: tl.constexpr):
-    """Return how many drafts lead to this row."""
     depth = tl.load(above + (0 if LAYOUT == _COLUMNS else row)).to(tl.int64)
     if LAYOUT == _TREE:
         parent = depth
@@ -280,7 +278,6 @@ def _mask_span(
     words, sets, fields, state, row_marks, has_marks, logits, low, high,
     STOPS: tl.constexpr, STOP_LANES: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr,
 ):
-    """Mask the logits from `low` to `high` of one row."""
     local = state & tables.LOCAL
     if (local < tables.WAITING) | (local >= tables.END):
         ended = local == tables.END

@@ -81,7 +81,6 @@ def ready_row(words, sets, state):
 def next_state(
     words, fields, state, token, row_marks, STOPS: tl.constexpr, STOP_LANES: tl.constexpr, LANES: tl.constexpr
 ):
-    """Return the state, with its set, after one more token."""
     local = state & LOCAL
     result = local * 0 + DEAD
     if local == FREE:
@@ -200,7 +199,6 @@ def first_from(words, fields, SECTION: tl.constexpr, NARROW: tl.constexpr, low, 
 
 @triton.jit
 def row_bounds(words, fields, node):
-    """Return a node's first edge and the one after its last."""
     return word(words, fields, ROW_OFFSETS, node, True), word(words, fields, ROW_OFFSETS, node + 1, True)
 
 

@@ -92,8 +92,6 @@ class Rows(NamedTuple):
 
 
 class Items(NamedTuple):
-    """Items, best first."""
-
     tokens: Tensor  # [L, k, longest] int64, -1 after an item's tokens
     scores: Tensor  # [L, k] float64, contiguous, what orders them, -inf for no item
     logs: Tensor  # their log-probabilities, as the scores
@@ -105,8 +103,6 @@ class Items(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """What a round reads."""
-
     arena: Arena
     logits: Tensor  # [L, R, q, vocabulary], of any floating dtype, a stride of 1 in the last dimension
     rows: Rows

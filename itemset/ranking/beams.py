@@ -258,8 +258,7 @@ class Beams:
         by_list = logits.unflatten(0, (self.lists, -1))
         some = slice(first, first + by_list.shape[1])
         rows = Rows(self._rows.table[:, :, some].contiguous(), self._rows.tokens[:, some].contiguous())
-        sums: Tensor = self._kernels.log_sums(self._now(by_list)._replace(rows=rows))
-        return sums
+        return self._kernels.log_sums(self._now(by_list)._replace(rows=rows))
 
     def _by_list(self, logits: Tensor) -> Tensor:
         """Return the logits of a pass as [lists, R, queries, vocabulary]. Raises ValueError for another shape."""

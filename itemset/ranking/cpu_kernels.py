@@ -224,7 +224,6 @@ def _best(sets, logits, strides, columns, table, tokens, bars, sums, ends, items
 
 @compiled
 def _replace(keys, places, key, place):
-    """Put a key in the place of a heap's first, and restore the heap."""
     at, size = 0, len(keys)
     while 2 * at + 1 < size:
         child = 2 * at + 1
@@ -347,7 +346,6 @@ def _logit(logits, at, token, columns):
 
 @compiled
 def state_after(tables, edge):
-    """The state after an edge, or after the next token of a tail."""
     if edge >= _TAILS:
         return np.int64(END) if tail_entry(tables, edge - _TAILS) >> tables.token_bits else edge + 1
     return walk.follow(tables, edge)

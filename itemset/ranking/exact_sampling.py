@@ -146,14 +146,12 @@ class Race:
 
     @classmethod
     def of(cls, key: np.uint64, k: int, mass: float = 0.0) -> "Race":
-        """Return a race at its start. mass: of its root."""
         heap = np.zeros(64, ENTRY)
         heap[0] = (log_exponential(key) - mass, key, 0.0, ROOT, 0)
         return cls(k, heap)
 
     @property
     def over(self) -> bool:
-        """Return whether it has all its items, or the set has no more."""
         return len(self.items) == self.k or not self.size
 
     @property
@@ -266,7 +264,6 @@ def _push(heap, size, clock, key, rung, node, window):  # type: ignore[no-untype
 
 @compiled
 def _pop(heap, size):  # type: ignore[no-untyped-def]
-    """Take the earliest entry out of a heap; return its size."""
     size -= 1
     clock, at = heap[size].clock, 0
     while 2 * at + 1 < size:

@@ -68,6 +68,3 @@ class Exploring(Rounds):
         ]
         passes, rounds = made.passes + drawn.passes, made.rounds + drawn.rounds
         return made._replace(items=[*made.items, *items], passes=passes, rounds=rounds)
-
-    def _next_nodes(self) -> Sequence[int]:
-        return ()

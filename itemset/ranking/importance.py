@@ -73,8 +73,6 @@ class Importance(Rounds):
 
 @dataclass
 class _Candidate:
-    """A walk from the root."""
-
     key: np.uint64
     node: int = ROOT
     weight: float = 0.0  # its logarithm
@@ -83,8 +81,6 @@ class _Candidate:
 
 @dataclass
 class _Draw:
-    """One draw."""
-
     key: np.uint64
     limit: int
     number: int = 0  # candidates that were begun; the last `limit` of twice as many are the pool

@@ -47,7 +47,6 @@ class QuotaSearch(Search):
 
     @property
     def result(self) -> Found:
-        """Return the result so far."""
         found = self._made or super().result
         if self._made is None:
             found = found._replace(passes=found.passes + self._before[0], rounds=found.rounds + self._before[1])

@@ -27,8 +27,7 @@ class Pass(NamedTuple):
     after: NDArray[np.int64]
 
 
-Answer = tuple[NDArray[Any], NDArray[Any]]
-"""The log-probabilities of a pass's `tokens[known:]`, each after those before it, and of `after`, after all of them."""
+Answer = tuple[NDArray[Any], NDArray[Any]]  # log-probabilities of a pass's `tokens[known:]`, and of `after` after these
 
 UNSCORED, PENDING, ITEM = -1, -2, -3  # in place of a node's expansion; PENDING: its pass is asked for
 ROOT = 0
@@ -40,8 +39,7 @@ end token. parent: the expansion whose child it is. expansion: its own, or a sta
 EXPANSION = np.dtype([("mass", "f8"), ("first", "i4"), ("count", "i4"), ("run", "i4"), ("length", "i4")])
 """A scored prefix. mass: with the tokens after it that are certain. first, count: its children, side by side, those of
 probability zero omitted. run, length: its certain tokens, in `runs`."""
-RUN = np.dtype([("token", "i8"), ("mass", "f8")])
-"""A certain token, and how much it adds to the mass."""
+RUN = np.dtype([("token", "i8"), ("mass", "f8")])  # a certain token, and how much it adds to the mass
 
 
 class _Growing:

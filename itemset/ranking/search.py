@@ -20,8 +20,7 @@ from itemset.ranking.scored_tree import ITEM, NODE, SELF, UNSCORED, Answer, Pass
 _PROOF_SHARE = 8  # a round of a proof takes one pass for each eight before it
 
 
-Width = int | Sequence[int]
-"""Beams of every level, or of each: after one token, after two, and so on; the last goes on for all further levels."""
+Width = int | Sequence[int]  # beams of every level, or of each level in turn; the last goes on for all further ones
 
 
 def width_at(width: Width, taken: int) -> int:
@@ -35,16 +34,12 @@ def widest(width: Width) -> int:
 
 
 class Item(NamedTuple):
-    """An item that was found."""
-
     tokens: tuple[int, ...]  # without the end token
     score: float  # its log-probability, with its end token's if that is scored, and in a list its boost
     about: Mapping[str, Any] = MappingProxyType({})  # what an answer says of it besides
 
 
 class Found(NamedTuple):
-    """The result of rounds."""
-
     items: list[Item]  # a list, best first, without an item twice, or draws in their order
     passes: int  # that it took
     rounds: int
@@ -52,7 +47,6 @@ class Found(NamedTuple):
     open: float = 0.0  # of approximate draws: the most that unscored items may have of the distribution
 
     def of_item(self, i: int) -> dict[str, Any]:
-        """Return an answer's fields for one item."""
         item, (place, score) = self.items[i], ("draw", "logprob") if self.proven is None else ("rank", "score")
         return {place: i + 1, score: item.score, **item.about}
 
@@ -96,9 +90,9 @@ class Rounds(ABC):
     @abstractmethod
     def result(self) -> Found: ...
 
-    @abstractmethod
     def _next_nodes(self) -> Sequence[int] | NDArray[np.int64]:
         """Return the nodes to score in the next round, as many as may be; none at the end."""
+        return ()
 
 
 def check_positive(**numbers: int | None) -> None:
@@ -173,7 +167,6 @@ class Search(Rounds):
 
     @property
     def result(self) -> Found:
-        """Return the result so far."""
         items = self.tree.items(self._best)
         left = self.tree.nodes["mass"][self.tree.nodes["expansion"] == UNSCORED].max(initial=self._pruned)
         return Found(ordered(items, self.tree.scores(items)), self._taken, self._rounds, proven=bool(left <= self._bar))
@@ -209,8 +202,7 @@ class Search(Rounds):
         # Equal scores are ordered by edge: on one level, that is by tokens.
         best = good[np.lexsort((self.tree.nodes["edge"][nodes[good]], -masses[good]))][:count]
         if self._exact:
-            chosen: NDArray[np.int64] = nodes[best]
-            return chosen
+            return nodes[best]
         self.tree.keep(first, nodes[best])
         masses[best] = -np.inf
         self._pruned = masses.max(initial=self._pruned)
@@ -272,9 +264,6 @@ class TokenScores(Rounds):
     @property
     def result(self) -> Any:
         return self
-
-    def _next_nodes(self) -> Any:
-        return ()
 
 
 def ordered(items: Sequence[tuple[tuple[int, ...], float]], scores: NDArray[np.float64] | None = None) -> list[Item]:

@@ -160,7 +160,6 @@ def state_after_edge(words, fields, edge, inside, WHOLE: tl.constexpr):
 
 @triton.jit
 def token_bits(key, token):
-    """The random number of a token."""
     return random_bits(key, token + _TOKEN)
 
 

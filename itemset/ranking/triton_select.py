@@ -24,8 +24,7 @@ def best_keys(keys: Tensor, wanted: int) -> tuple[Tensor, Tensor]:
     keys: [any, lists, size] int64, contiguous, at least `wanted`. Equal keys stand in the order of their places.
     """
     if keys.shape[2] > MOST_KEYS or wanted > MOST_WANTED:
-        by_torch: tuple[Tensor, Tensor] = keys.topk(wanted)
-        return by_torch
+        return keys.topk(wanted)
     kinds, lists, size = keys.shape
     found = torch.empty(4, kinds, lists, wanted, dtype=torch.int64, device=keys.device)
     select_kernel[(kinds * lists,)](

@@ -284,8 +284,7 @@ def _where(array: pa.Array, compare: Compare) -> Rows:
         lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy().astype(np.int64)
         ends = np.cumsum(lengths)
         before = np.concatenate((np.zeros(1, np.int64), np.cumsum(_where(array.flatten(), compare))))
-        rows: Rows = before[ends] > before[ends - lengths]
-        return rows
+        return before[ends] > before[ends - lengths]
     if pa.types.is_dictionary(array.type):  # compares the dictionary, and takes each row's result by its number
         if not len(array.dictionary):
             return np.zeros(len(array), np.bool_)

@@ -44,8 +44,6 @@ class Words:
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """What items must keep to."""
-
     vocab_size: int  # their token ids are below
     context: int  # tokens of prompt and output together
     reserved: int  # of these, what the engine keeps

@@ -10,12 +10,10 @@ import xgrammar
 from itemset.embedded.placement import Place
 from itemset.serving.catalogue import InlineSet
 
-ENVELOPE = "\0item_set_holes:"
-"""Before what the engine gets of such a constraint, in place of a grammar. No grammar begins so."""
+ENVELOPE = "\0item_set_holes:"  # begins what the engine gets of such a constraint; no grammar begins so
 
 JSON, TAG, EBNF, LARK, SLATE = KINDS = ("json", "structural_tag", "ebnf", "lark", "slate")
-SMALL = 20_000
-"""Characters of a constraint, and of its grammar, that xgrammar compiles within about a tenth of a second."""
+SMALL = 20_000  # characters of a constraint, and of its grammar, that xgrammar compiles in about a tenth of a second
 
 
 class SetHole(NamedTuple):
@@ -44,7 +42,6 @@ class Constraint:
         return list({hole.made.reference: hole.made for hole in self.holes}.values())
 
     def spec(self) -> str:
-        """Return what `Grammars` reads in the engine."""
         holes = [
             [one.made.reference, one.closers.decode("latin-1"), one.place.group, one.place.begins] for one in self.holes
         ]

@@ -29,8 +29,7 @@ from itemset.errors import ItemSetError
 logger = logging.getLogger(__name__)
 
 START = "Checked at start-up"
-IMPORTED = "Checked once their module is imported"
-"""Times of an `install`. Processes differ in what they import, and some modules are slow to import."""
+IMPORTED = "Checked once their module is imported"  # a time of `install`: processes differ in what they import
 
 Ours = TypeVar("Ours", bound=Callable[..., Any])
 
@@ -64,8 +63,8 @@ class Hooks:
     ) -> Callable[[Ours], Ours]:
         """Declare that a function runs around each target: ``ours(original, ...)``. `original()` makes the engine's
         call with all its arguments, `original(name=value)` with other values for those named.
-
         why: if the docstring of `ours` does not say it. order: of several around one target, the lowest stands outside.
+
         always: run where another backend is chosen too. extends: call ``ours(target)`` at the install, perhaps more
         than once, and wrap nothing. Raises ValueError if a target has one of this order already, or at another time.
         """

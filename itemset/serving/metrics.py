@@ -63,7 +63,6 @@ def label(reference: str) -> str:
 
 @contextlib.contextmanager
 def refusals() -> Iterator[None]:
-    """Count what is refused in the block."""
     try:
         yield
     except ItemSetError as error:

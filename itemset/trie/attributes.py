@@ -117,7 +117,6 @@ def _names(table: pa.Table) -> list[str]:
 
 
 def _plain(name: str, column: Any) -> Any:
-    """Return the column with the type that is stored for its own."""
     kind = column.type
     if pa.types.is_dictionary(kind):
         return _plain(name, column.cast(kind.value_type))

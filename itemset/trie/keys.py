@@ -30,14 +30,12 @@ class Keys:
     own_bytes: int = 0  # what the test keeps
 
     def first(self, numbers: NDArray[np.int64]) -> NDArray[np.int64] | list[str]:
-        """Return the first key of each of these items."""
         if self.test is not None and self.starts is not None:
             first = pa.array([keys[0] for keys in self.every(numbers)], self.values.type)
             return _taken(first, np.arange(len(first)))
         return _taken(self.values, numbers if self.starts is None else self.starts[numbers])
 
     def every(self, numbers: NDArray[np.int64]) -> list[list[int | str]]:
-        """Return all keys of each of these items."""
         places, counts = self.places_at(numbers)
         keys: Any = _taken(self.values, places)
         each = iter(keys if isinstance(keys, list) else keys.tolist())
@@ -63,7 +61,6 @@ class Keys:
         return self.owners(rows[first.to_numpy()])
 
     def owners(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the item of the key at each place."""
         if self.starts is None:
             return places
         return np.searchsorted(self.starts, places.astype(np.uint32), side="right") - 1  # other types would copy it
@@ -124,9 +121,6 @@ class Keys:
     def passes(self, places: NDArray[Any]) -> NDArray[np.bool_]:
         """Return whether the key at each place is one of the set: in a view, some are not."""
         return np.ones(len(places), np.bool_) if self.test is None else self.test(places)
-
-    def to_sections(self) -> dict[str, NDArray[Any]]:
-        return values_to_sections(self.values) | ({} if self.starts is None else {"key_starts": self.starts})
 
     @staticmethod
     def from_sections(sections: dict[str, NDArray[Any]], items: int) -> "Keys":
@@ -249,7 +243,6 @@ def bools(array: pa.BooleanArray) -> NDArray[np.bool_]:
 
 
 def valid(array: pa.Array) -> NDArray[np.bool_]:
-    """Return which values are there."""
     return _bits(array.buffers()[0], array) if array.null_count else np.ones(len(array), np.bool_)
 
 

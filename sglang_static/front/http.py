@@ -40,8 +40,7 @@ SURFACE = lost_fields.Surface(
 )
 RANKED = SERVED.keys() - {"/v1/responses"}
 
-UNSEEN = ("/generate", "/v1/responses")
-"""Endpoints that begin to stream before a request is judged; the others wait for its first token."""
+UNSEEN = ("/generate", "/v1/responses")  # stream before a request is judged; the others wait for its first token
 
 
 class ItemSetFields(http_bodies.BodyMiddleware):

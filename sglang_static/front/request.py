@@ -18,8 +18,7 @@ from sglang_static import compat
 CARRIED = "item_set_list"  # attribute of the `GenerateReqInput` that asks for a list in one request: its EngineRequest
 _WORDS = (*request_fields.OF_SET, CHOICE)
 _OF_LIST = (request_fields.LIST, request_fields.LIST_AFTER, *request_fields.OPTIONS)
-KINDS = {"json_schema": JSON, "ebnf": EBNF, "structural_tag": TAG}
-"""The constraints, in `sampling_params`, in which item sets can stand."""
+KINDS = {"json_schema": JSON, "ebnf": EBNF, "structural_tag": TAG}  # constraints in which item sets can stand
 OTHERS = ("json_schema", "regex", "ebnf", "structural_tag")  # SGLang's own constraints, in `sampling_params`
 
 
@@ -125,8 +124,7 @@ def names_sets(params: Mapping[str, Any]) -> bool:
     return given is not None and holds_sets(*given)
 
 
-PROMPTS = ("text", "input_ids", "input_embeds", "session_params", "lora_path")
-"""Fields of a `GenerateReqInput` that have to do with its prompts."""
+PROMPTS = ("text", "input_ids", "input_embeds", "session_params", "lora_path")  # fields that have to do with prompts
 _DROPPED = (
     *("return_hidden_states", "return_routed_experts", "return_sampling_mask", "session_params", "session_id"),
     *("image_data", "video_data", "audio_data"),

@@ -271,13 +271,11 @@ class ItemCoordinator(BeamCoordinator, kw_only=True):  # type: ignore[call-arg]
         make_group = partial(super().validate_and_init, req, recv_req, **later)
         carried = read(req.sampling_params.custom_params)
         of_list = carried is not None and carried.ranked is not None
-        error: str | None = give_group(self, req, make_group) if of_list else make_group()
-        return error
+        return give_group(self, req, make_group) if of_list else make_group()
 
     def pending_member_rows(self, *args: Any, **kwargs: Any) -> int:
         """Return the rows also of groups that are admitted in the same step, or whose prompts are in pieces."""
-        pending: int = super().pending_member_rows(*args, **kwargs)
-        return max(pending, promised_rows())
+        return max(super().pending_member_rows(*args, **kwargs), promised_rows())
 
     def _select_group(self, group: Any, top_logprobs: Any, top_tokens: Any, tick: int, **later: Any) -> Any:
         """top_logprobs: of a list, the pieces of its logits."""

@@ -21,7 +21,6 @@ WHOLE = 0  # `num_candidates` of a list's group: it takes whole logits, and not 
 
 
 def is_list(group: Any) -> bool:
-    """Return whether a beam group, or None, belongs to a list."""
     return group is not None and group.num_candidates == WHOLE
 
 
@@ -46,7 +45,6 @@ def add_one_req(original: Callable[..., Any], self: Any, req: Any) -> Any:
 
 
 def admitted_lists() -> list[Any]:
-    """Return the groups of the lists that have begun."""
     return [group for group in _admitted if is_list(group) and not group.retired]
 
 
@@ -77,8 +75,6 @@ _TURNS = "static_turns"
 
 
 class Turns:
-    """The turns of one scheduler's lists and other requests."""
-
     def __init__(self, device: str) -> None:
         self.apart: Any = None  # the batch of the step that is under way, if it is one that lists sit out
         self._small = SMALL_STEP_ON_CPU if device == "cpu" else SMALL_STEP

@@ -148,7 +148,6 @@ class StaticBackend(StructuredOutputBackend):
         return self._grammars.threads(grammar) if grammar and grammar.startswith(ENVELOPE) else None
 
     def forget(self, request: Request) -> None:
-        """The request has ended."""
         self.thinking.pop(request.request_id, None)
         if self._device is not None:
             self._device.release(request)

@@ -24,8 +24,7 @@ EXPECTED = "expected_item"
 """Attribute of a request's parameters, which do not send it to the engine: makes what is expected of its answers
 (`itemset.serving.front.answer_fields`), with TOLD. Of its state in vLLM's output processor: that. Copies made for `n`
 have none."""
-TOLD = "told_of_items"
-"""Attribute of parameters that a client of the engine gives: a dict, for what its answers say of items, by output."""
+TOLD = "told_of_items"  # attribute of a client's parameters: a dict, for what their answers say of items, by output
 
 
 @hook("vllm.v1.engine.output_processor:OutputProcessor.add_request", why="the set, kept until its answer is there")

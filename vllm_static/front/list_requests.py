@@ -153,7 +153,6 @@ class RankedList:
         return output.prompt_token_id_logprobs is None
 
     def answer(self, one: Pass, output: Any) -> Answer:
-        """Return what vLLM has scored."""
         if not self._v2:
             return model_runner.scored(one, len(self.prompt), output)
         run = len(one.tokens) - one.known
@@ -241,7 +240,8 @@ def candidates(
     made, logs = _results(llm, front_end, lists, loras, priorities)
     # All that is written out goes through the tokenizer together, and through its set.
     entries = list[list[dict[str, Any]]]()
-    for _, group in groupby(zip(lists, made, strict=True), key=lambda pair: _told(pair[0].job)):
+    together = groupby(zip(lists, made, strict=True), key=lambda pair: (id(pair[0].job.item_set), *pair[0].job.names))
+    for _, group in together:
         alike, found = zip(*group, strict=True)
         entries += described(found, alike[0].job.item_set, alike[0].job.of_set, alike[0].job.names)
     texts = iter(_decoded(tokenizer, [item.tokens for one in made for item in one.items], skip_special_tokens=False))
@@ -250,11 +250,6 @@ def candidates(
         items = zip(best.items, entries[i], islice(texts, len(best.items)), strict=True)
         outputs.append(_output(str(next(llm.request_counter)), inputs[i], lists[i].outputs(items, logs[i])))
     return outputs
-
-
-def _told(job: Any) -> tuple[int, tuple[str, ...]]:
-    """Return what is equal for jobs of which `described` can tell together."""
-    return id(job.item_set), tuple(job.names)
 
 
 def _output(request_id: str, prompt: Any, outputs: list[CompletionOutput]) -> RequestOutput:
@@ -287,8 +282,7 @@ def _decoded(tokenizer: Any, rows: Sequence[Sequence[int]], **options: Any) -> l
         return [tokenizer.decode(list(row), **options) for row in rows]
     # Of an array no value's type is looked at.
     alike = len({len(row) for row in rows}) == 1
-    texts: list[str] = together(np.array(rows) if alike else [list(row) for row in rows], **options)
-    return texts
+    return together(np.array(rows) if alike else [list(row) for row in rows], **options)
 
 
 def _results(
@@ -298,14 +292,13 @@ def _results(
 
     def generate(requests: Sequence[tuple[int, list[int], SamplingParams]]) -> list[Any]:
         """Return the outputs of requests, each with the index of its list."""
-        outputs: list[Any] = llm.generate(
+        return llm.generate(
             [{"prompt_token_ids": tokens} for _, tokens, _ in requests],
             [params for *_, params in requests],
             use_tqdm=False,
             lora_request=[loras[i] for i, *_ in requests] if any(loras) else None,
             priority=None if priorities is None else [priorities[i] for i, *_ in requests],
         )
-        return outputs
 
     carried = [(i, one.job.carried) for i, one in enumerate(lists) if one.job.carried is not None]
     whole = [(i, lists[i].whole_prompt, compat.list_params(one)) for i, one in carried if lists[i].table is None]

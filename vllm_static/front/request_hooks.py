@@ -92,8 +92,7 @@ def _generate(
     original: Callable[..., Any], self: Any, prompt: Any, sampling_params: Any, request_id: str, lora_request: Any,
     trace_headers: Any, session_id: Any = None, priority: int = 0,
 ) -> Any:  # fmt: skip
-    """A server's request, judged; inline sets are encoded, and filters applied, beside the event loop. Lists and draws,
-    each item an output."""
+    """A server's request, judged; sets are made beside the event loop. Lists and draws, each item an output."""
     if not self.input_processor.static_front_end:
         return original()
     options = {"lora_request": lora_request, "trace_headers": trace_headers, "session_id": session_id}

@@ -25,11 +25,9 @@ from vllm_static.compat import hook
 if TYPE_CHECKING:
     from itemset.ranking.scored_tree import Answer, Pass
 
-LOGITS_MODES = ("raw_logits", "processed_logits")
-"""Of `--logprobs-mode`: those in which vLLM gives logits where it is asked for log-probabilities."""
+LOGITS_MODES = ("raw_logits", "processed_logits")  # of `--logprobs-mode`: those that give logits for log-probabilities
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
-_WEIGHED = "static_weighed"
-"""Attribute of the model runner within a step: the rows that ask, their temperatures, and the mass of all tokens."""
+_WEIGHED = "static_weighed"  # attribute of the runner in a step: rows that ask, their temperatures, all tokens' mass
 
 
 @hook(f"{_RUNNER}.sample_tokens", when=IMPORTED, always=True)
@@ -53,8 +51,7 @@ def sample_tokens(original: Callable[..., Any], self: Any, grammar_output: Any) 
 
 @hook(f"{_RUNNER}._sample", when=IMPORTED, always=True)
 def sample(original: Callable[..., Any], self: Any, logits: Any, spec_decode_metadata: Any) -> Any:
-    """V1: an answer's weight; scores of chosen tokens take other requests' most likely tokens away, or end the
-    engine."""
+    """V1: an answer's weight; scores of chosen tokens take others' most likely tokens away, or end the engine."""
     weighed, temperatures, whole = vars(self).pop(_WEIGHED, ([], None, None))
     given = self.input_batch.sampling_metadata
     chosen: dict[int, list[int]] = (compat.is_ours(self.vllm_config) and given.logprob_token_ids) or {}

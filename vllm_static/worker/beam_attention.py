@@ -50,7 +50,6 @@ def install(runner: Any) -> str | None:
 
 
 def layer_names(runner: Any) -> list[str]:
-    """Return the names of the attention layers of the runner's model."""
     return [name for groups in runner.attn_groups for group in groups for name in group.layer_names]
 
 
@@ -116,8 +115,8 @@ def add_own(
     ancestors: Tensor, scale: float, cap: float,
 ) -> None:  # fmt: skip
     """Add what each row's own tokens are to its queries, and keep the KV of each row's first token.
-
     output: [tokens, heads, size], the attention over the prompts, which is overwritten. sums: [heads, tokens] float32,
+
     its log-sum-exp. query: [tokens, heads, size]. new: keys and values of these tokens, each [tokens, KV heads, size].
     own: [any, KV heads, 2 x size], keys first. entries: [rows] int64, where in it the first tokens' go. ancestors:
     [rows, known] int64; tokens are rows by rows. cap: of scores, 0 for none.

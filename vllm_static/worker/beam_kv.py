@@ -82,7 +82,6 @@ class BeamKV:
         self.restart()
 
     def restart(self) -> None:
-        """Begin again after the prompts."""
         self.used = 0  # entries that are taken
         self._ancestors = torch.empty(len(self.prompts), 1, 0, dtype=torch.int64, device=self._device)
 

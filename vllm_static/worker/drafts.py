@@ -13,8 +13,7 @@ from torch import Tensor
 from vllm_static import compat
 from vllm_static.compat import hook, logger
 
-SPECULATION = "Checked in workers that speculate on the device path"
-"""When these hooks are put in place: their modules are too heavy to import elsewhere."""
+SPECULATION = "Checked in workers that speculate on the device path"  # whose modules are too heavy to import elsewhere
 
 NGRAM = ("ngram", "ngram_gpu")
 UNMASKED = {
@@ -26,8 +25,7 @@ LACKED = -100.0
 """The logit of a token that a draft vocabulary lacks. It must still be drawn where nothing else is legal: so it is
 finite, and small enough that, divided by a temperature of 0.01, it keeps apart what sampling adds to it."""
 
-_processors: WeakValueDictionary[int, Any] = WeakValueDictionary()
-"""ItemSetProcessors, by id of their speculative config."""
+_processors: WeakValueDictionary[int, Any] = WeakValueDictionary()  # by id of their speculative config
 
 
 def install(processor: Any, speculative: Any, *, forced: bool) -> None:

@@ -15,14 +15,12 @@ from itemset.serving.catalogue import Catalogue
 from itemset.serving.constraint import JSON, Constraint
 from itemset.serving.wire import INLINE, LOGPROBS, name_of
 
-FIELDS = ("item", "items", LOGPROBS)
-"""What an answer says of items: which it is, or which it holds, and its tokens' log-probabilities."""
+FIELDS = ("item", "items", LOGPROBS)  # of an answer: which items it is or holds, and its tokens' log-probabilities
 
 _JSON_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|[{}\[\],:]|[^\s{}\[\],:"]+', re.DOTALL)
 _NAME = re.compile(r"[A-Za-z_]\w*")
 
-Logs = tuple[Sequence[float], Sequence[float]]
-"""log p and log q of each token of an answer: by the model, and inside the set."""
+Logs = tuple[Sequence[float], Sequence[float]]  # log p and log q of an answer's tokens: by the model, inside the set
 
 
 def told_of(output: Any) -> dict[str, Any]:

@@ -232,7 +232,6 @@ class Pace:
 
     @property
     def limit(self) -> int:
-        """Return how many units the engine may have."""
         if self._each is None:
             return self._least
         return min(self.most, max(self._least, int(PATIENCE / self._each)))

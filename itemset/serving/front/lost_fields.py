@@ -38,8 +38,7 @@ SHAPES: Mapping[str, Fields] = {
 _DISGUISE = f"item_set {secrets.token_hex(8)} "  # begins no client's text
 _STATED = (("json", JSON), ("json_schema", JSON), ("structural_tag", TAG), ("grammar", EBNF), ("ebnf", EBNF))
 
-Read = Mapping[str, Collection[str]]
-"""By place, such as `""` for a body itself, the words that are read there, and constraints that are judged later."""
+Read = Mapping[str, Collection[str]]  # by place ("" is the body): words read there, and constraints judged later
 
 
 @dataclass(frozen=True)

@@ -28,15 +28,14 @@ BENDING: Mapping[str, tuple[Any, ...]] = {
 """Parameters that bend a model's distribution token by token, and values with which they do nothing."""
 _LISTS, _COUNTS = {fields.BEAMS: (False,), "beam_width": (False, 1)}, {"n": (1,), "best_of": (1,)}
 """The same of parameters that ask for a list, and of those that ask for several answers."""
-UNSAID = ("stream", "echo", "logprobs", "prompt_logprobs", "return_logprob")
-"""What an answer of draws has not."""
+UNSAID = ("stream", "echo", "logprobs", "prompt_logprobs", "return_logprob")  # what an answer of draws has not
 
 
 @dataclass(frozen=True)
 class ItemRequest:
     """The set that a request names or brings, one of both, and the ranked list or the draws of its items, if any.
-
     item_set: the name of a registered set. choice: the texts of an inline set. several: its list or draws. selection:
+
     see `views.view`. escape: of texts inside longer ones, as for `itemset.build_text`. weighed: WEIGHT or LOGPROBS, if
     its answers say these. attributes: names of those that they say, or true for all. constraint: in place of a set the
     kind and the text of one in which sets may stand. made: the set or the constraint, once it is made. after: what ends
@@ -64,7 +63,6 @@ class ItemRequest:
 
     @property
     def wanted(self) -> int:
-        """Return how many items its list has, or its draws."""
         return 1 if self.several is None else self.several.n
 
     @property
@@ -74,7 +72,6 @@ class ItemRequest:
 
     @property
     def temperature(self) -> float:
-        """Return that of its draws; 1 without them."""
         return self.several.temperature if isinstance(self.several, DrawOptions) else 1.0
 
     @property
@@ -94,10 +91,10 @@ class ItemRequest:
         draws: bool = False, where: str, constraints: Sequence[str], other: bool = False,
     ) -> "ItemRequest | None":  # fmt: skip
         """Judge a request; None if it has no set.
-
         named, choices: each name and each inline list that it gives, None for none. given: all fields among which
         options may stand, which its sender knows as `where`. k: items of its list, None without one. draws: whether its
         endpoint makes draws. constraints: what its sender may choose from; other: whether it has one that is no set.
+
         Raises RefusedError for what contradicts itself, has another type, is misspelled, or would be ignored.
         """
         if WIRE in given:
@@ -147,8 +144,7 @@ class ItemRequest:
         return cls(name, choice, several, selection, **common)
 
 
-THOUGHT = "thought"
-"""What an answer says that is a thought: the `ItemRequest` for the list after it, until that is made."""
+THOUGHT = "thought"  # what an answer says that is a thought: the `ItemRequest` for the list after it, until it is made
 
 
 @dataclass
@@ -284,7 +280,6 @@ def check_options(given: Mapping[str, Any], *, ranked: bool, drawn: bool = False
 
 
 def wants_draws(given: Any) -> bool:
-    """Return whether fields of a request ask for draws."""
     return isinstance(given, Mapping) and given.get(DRAWS) is not None
 
 
@@ -328,8 +323,7 @@ def refuse_beside(given: Mapping[str, Any], what: str = "draws") -> None:
             raise RefusedError("draws", f"{what} have no {name}: leave it out", name)
 
 
-DRAWING = ("/v1/completions", "/v1/chat/completions")
-"""OpenAI's endpoints that may answer with lists and draws."""
+DRAWING = ("/v1/completions", "/v1/chat/completions")  # OpenAI's endpoints that may answer with lists and draws
 
 
 def with_beams(body: dict[str, Any], path: str) -> None:

@@ -11,55 +11,41 @@ from itemset.errors import shown
 from itemset.serving import wire
 from itemset.serving.catalogue import RefusedError
 
-REFERENCE = "item_set"
-"""The name of a registered set. Inside the front end an ItemRequest takes its place."""
-SLATE = "slate"
-"""Several distinct items in one answer: see `itemset.embedded.rewrite.Marker.slate`."""
+REFERENCE = "item_set"  # the name of a registered set; inside the front end an ItemRequest takes its place
+SLATE = "slate"  # several distinct items in one answer: see `itemset.embedded.rewrite.Marker.slate`
 CHOICE, STRUCTURED, GUIDED = "choice", "structured_outputs", "guided_choice"
 """The inline list, the field that vLLM has it in, and its older word for it."""
 FILTER, EXCLUDE, ONLY, PROMPT = SELECTION = ("item_filter", "exclude_keys", "only_keys", "exclude_prompt")
 """What chooses among the items of a registered set: see `itemset.select.views.view`."""
-BOOST, BOOST_KEYS = STEERING = ("boost", "boost_keys")
-"""What adds to the scores of a list's items, or of draws: see `itemset.select.views.view`."""
+BOOST, BOOST_KEYS = STEERING = ("boost", "boost_keys")  # what adds to scores: see `itemset.select.views.view`
 ELSEWHERE = {"filter": FILTER, "where": FILTER, "exclude": EXCLUDE, "only": ONLY, "candidates": ONLY}
 """What others call these. A server would drop such a field, and answer of all items."""
-BEAMS = "use_beam_search"
-"""vLLM's word for a ranked list, on OpenAI endpoints of both engines."""
+BEAMS = "use_beam_search"  # vLLM's word for a ranked list, on OpenAI endpoints of both engines
 DRAWS, DRAW, CANDIDATES, REPLACE, APPROXIMATE = DRAWN = ("draws", "draw", "candidates", "replace", "approximate")
-"""What a request for draws gives beside its set, and beside words that ranked lists and samples have too: see
-`DrawOptions`."""
-OF_EXACT = (REPLACE, APPROXIMATE, "temperature", "width")
-"""Options of exact draws alone."""
-IMPORTANCE = "importance"
-"""Of `draw`, the value that is not the default."""
+"""What a request for draws alone gives beside its set: see `DrawOptions`."""
+OF_EXACT = (REPLACE, APPROXIMATE, "temperature", "width")  # options of exact draws alone
+IMPORTANCE = "importance"  # of `draw`, the value that is not the default
 MOST_CANDIDATES = 64
 LEAST_TEMPERATURE = 1e-6  # of draws: float32 holds an item's log-probability over it, and some digits
 MOST_TEMPERATURE = 100.0  # at which they hardly look at the model
 USUAL_BEAMS = 64  # of a list: as many as find nearly all of the best (docs/benchmarks.md, "Ranked lists")
 RACE_BEAMS, FEWEST_BEAMS = 16, 4  # of a race with replacement: by default, and as many as it takes at least
-WEIGHT = "return_set_weight"
-"""Asks a sampled answer for the probability of its set along the way: see `answer_fields.Expected`."""
-
-ATTRIBUTES = "item_attributes"
-"""Asks for attributes of the items in answers: their names, or true for all."""
+WEIGHT = "return_set_weight"  # asks for the probability of an answer's set along the way: see `answer_fields.Expected`
+ATTRIBUTES = "item_attributes"  # asks for attributes of the items in answers: their names, or true for all
 LOGPROBS = wire.LOGPROBS
 NO_ATTRIBUTES = f"{ATTRIBUTES} are of the items of a registered set: name the set as {REFERENCE}, or omit it"
-OF_ANSWERS = (WEIGHT, LOGPROBS, ATTRIBUTES)
-"""What answers are to say of items besides their keys."""
+OF_ANSWERS = (WEIGHT, LOGPROBS, ATTRIBUTES)  # what answers are to say of items besides their keys
 LIST = "list"
 """In the parameters of `generate`: its `n` candidates are the n best items. DRAWS there may be true: n draws. Beside
 LIST_AFTER: how many items the list has."""
-LIST_AFTER = "list_after"
-"""The text that ends a sampled answer, a thought, after which a list is made; or true, at the end of its reasoning."""
+LIST_AFTER = "list_after"  # the text that ends a thought, after which a list is made; true: its reasoning's end
 MOST_MARKER = 100  # characters of it
 
 OF_SET, OF_ITEMS = (REFERENCE, *SELECTION, *STEERING, SLATE, *OF_ANSWERS), (DRAWS, DRAW, LIST_AFTER)
 """Fields of any request with a registered set, and of those that several items answer."""
 WORDS = (*OF_SET, CHOICE, STRUCTURED, GUIDED, *OF_ITEMS)
-EDITS = 2
-"""A key this many edits from a word, after folding case, - and _, is taken for it: a person meant the word."""
-COMPARED = 200
-"""Keys of a body that are compared so; of those after them only the words themselves count. Requests have fewer."""
+EDITS = 2  # a key this many edits from a word, after folding case, - and _, is taken for it: a person meant the word
+COMPARED = 200  # keys of a body that are compared so; of those after them only the words themselves count
 OTHERS = frozenset({"items", "voice", "raw", "rows", "state", "slots", "date", "scale", "boot", "most"})
 """Fields of OpenAI's and the engines' own that come as near."""
 
@@ -110,7 +96,6 @@ def refuse_tools(body: Mapping[str, Any]) -> None:
 
 
 def wrong_type(message: str, param: str | None = None) -> RefusedError:
-    """Return the error for a field of another type or name."""
     return RefusedError("wrong type", message, param)
 
 
@@ -292,5 +277,4 @@ class DrawOptions(_Options, frozen=True):
         return min(width, most // races)
 
 
-OPTIONS = ListOptions.__struct_fields__[1:]
-"""What a request for a ranked list may give beside its set."""
+OPTIONS = ListOptions.__struct_fields__[1:]  # what a request for a ranked list may give beside its set

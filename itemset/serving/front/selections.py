@@ -24,8 +24,7 @@ from itemset.serving.front.request_fields import BOOST, BOOST_KEYS, EXCLUDE, FIL
 from itemset.serving.wire import part_of, part_reference
 from itemset.text import decode, decoded
 
-Prompt = str | Sequence[int]
-"""A text or its tokens; empty if it has neither."""
+Prompt = str | Sequence[int]  # a text or its tokens; empty if it has neither
 KEY_CHARACTERS = 100  # that a key may have if there are as many keys as the limit allows
 
 
@@ -182,7 +181,6 @@ def _reference(asked: Mapping[str, Any], of: str) -> str:
 
 
 def _text(word: str, value: Any) -> str:
-    """Return equal text for equal values."""
     try:
         return json.dumps(value, sort_keys=True, default=lambda other: [type(other).__name__, repr(other)])
     except (TypeError, ValueError, RecursionError) as error:

@@ -27,14 +27,11 @@ from itemset.serving.wire import Answer, Drop, Message, Prepare, Stage
 
 AGAIN = 0.01  # seconds between two messages to engines that are not ready
 
-Send = Callable[[Any], list[Any]]
-"""Sends a message, as plain values, to every engine of this front end, and returns their answers. For any thread."""
+Send = Callable[[Any], list[Any]]  # sends plain values to every engine of a front end, from any thread; their answers
 
 
 @dataclass
 class Followed:
-    """What is known of one set."""
-
     path: str  # where its masks are made, "device" or "host", as the engines say
     since: datetime = field(default_factory=lambda: datetime.now(UTC))  # when requests began to get it
     refused: published.Version | None = None  # that is not served
@@ -101,7 +98,6 @@ class Follower:
             return self._entry(name, followed)
 
     def refreshed(self, name: str | None) -> list[dict[str, Any]]:
-        """Do `refresh` for one set, or for all."""
         return [self.refresh(one) for one in ([*self._sets] if name is None else [name])]
 
     def listed(self) -> list[dict[str, Any]]:

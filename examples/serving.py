@@ -73,6 +73,7 @@ def _vllm_command(launch: Launch, port: int) -> list[str]:
         "--host": "127.0.0.1",
         "--port": str(port),
         "--structured-outputs-config.backend": "static",
+        "--structured-outputs-config.disable_any_whitespace": "true",  # JSON without empty lines
         "--item-set": launch.item_set,
     }
     if launch.forced_drafts:
@@ -94,6 +95,7 @@ def _sglang_command(launch: Launch, port: int) -> list[str]:
         "--item-set": launch.item_set,
     }
     command = [sys.executable, "-m", "sglang.launch_server", *itertools.chain(*options.items())]
+    command.append("--constrained-json-disable-any-whitespace")
     if nvidia_gpu():
         return [*command, "--mem-fraction-static", "0.5"]
     small = {

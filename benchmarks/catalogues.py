@@ -27,7 +27,7 @@ HOUSEHOLDS = 40  # that must have bought a product for it to be an item
 MEMORY = 19  # items that a model looks back on: every user of the films has rated 20
 LEVELS, CODES = 3, 64  # of semantic IDs; the token of code c at level l is CODES * l + c
 VOCABULARY = LEVELS * CODES
-SIZE, BATCH = 64, 48  # of the models
+SIZE, BATCH, RATE = 64, 48, 3e-3  # of the models
 Items = list[tuple[int, ...]]
 
 
@@ -140,22 +140,26 @@ def learn(
         schedule.step()
 
 
-def trained(
-    histories: Sequence[Sequence[int]], codes: Tensor, seed: int, steps: int, vocabulary: int = VOCABULARY
-) -> Any:
-    """A small model that has learnt which ID comes next."""
+def untrained(seed: int, vocabulary: int = VOCABULARY) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
     words = {"hidden_size": SIZE, "intermediate_size": 3 * SIZE, "num_hidden_layers": 2, "num_attention_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, tie_word_embeddings=True, **words))
+    return LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, tie_word_embeddings=True, **words))
+
+
+def trained(
+    histories: Sequence[Sequence[int]], codes: Tensor, seed: int, steps: int, vocabulary: int = VOCABULARY
+) -> Any:
+    """A small model that has learnt which ID comes next."""
+    model = untrained(seed, vocabulary)
 
     def loss(items: Tensor) -> Tensor:
         tokens = codes[items].flatten(1)
         found: Tensor = model(input_ids=tokens, labels=tokens).loss
         return found
 
-    learn(windows(histories, steps, BATCH, seed), steps, loss, (model, 3e-3))
+    learn(windows(histories, steps, BATCH, seed), steps, loss, (model, RATE))
     return model
 
 

@@ -71,7 +71,7 @@ def figure(rows: list[dict[str, Any]], row: str, column: str, by: str = "", by_c
     if not by:
         return value
     sign, by = by.split(" ", 1)
-    factor = float(by) if re.fullmatch(r"[\d.]+", by) else value_of(rows, by, by_column or column)
+    factor = float(by) if re.fullmatch(r"-?[\d.]+", by) else value_of(rows, by, by_column or column)
     return value / factor if sign == "/" else value * factor
 
 

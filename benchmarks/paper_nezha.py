@@ -6,8 +6,11 @@ Films, three seeds, each with semantic IDs and a model of its own; each row's he
 state" is the paper's NEZHA-1, "no placeholders" NEZHA-2, "sum" NEZHA-3 (a transition that adds), "no check" NEZHA-4;
 "MTP" are heads that see the last hidden state alone. Hits and NDCG of lists by 64 beams; "below its beam" is the mean
 difference of hits at 10 from the beam search of the same model, "±" 1.96 standard errors of it over users (each the
-mean of the seeds), "p" a paired t-test's. A second table has heads that are more than the paper's. `papers.py
-groceries` is the first one for another catalogue.
+mean of the seeds), "p" a paired t-test's. `papers.py groceries` is the same for another catalogue, `papers.py gap`
+heads that are more than the paper's.
+
+`papers.py seeds` and `grocery_seeds`: heads that learn with their model from the first step, five seeds, also beside
+the beam of a model that learnt alone, for as many steps of as many histories.
 """
 
 from __future__ import annotations
@@ -92,6 +95,9 @@ KINDS: dict[str, type[DraftHead]] = {"no state": NoState, "no placeholders": NoP
 KINDS |= {"MTP": Parallel, "a layer of four times the width": Wide, "twice the placeholders": Paused}
 GAP = ("a layer of four times the width", "twice the placeholders", "twice the steps", "three times the head's loss")
 GAP += ("taught by the model's own logits",)
+TOGETHER = "from step 0"  # model and head learn together from the first of as many steps, as the model does alone
+ALONE = "the beam of a model that has no head"
+MANY_SEEDS = tuple(range(5))
 ABLATIONS = ("NEZHA", "no state", "no placeholders", "sum", "MTP")
 
 
@@ -110,8 +116,11 @@ def taught_loss(head: DraftHead, states: Tensor, wanted: Tensor, logits: Tensor)
 def train(
     model: Any, seen: Sequence[Sequence[int]], codes: Tensor, seed: int, steps: int, name: str
 ) -> tuple[Any, DraftHead]:
-    """A trained model and a head that go on together, as a row's name says."""
-    model, first = deepcopy(model), small.VOCABULARY
+    """A model and a head that learn together, as a row's name says. model: one that has learnt alone."""
+    first, batch, rate = small.VOCABULARY, BATCH, 1e-3
+    if name == TOGETHER:
+        steps, batch, rate = steps * (BEFORE + STEPS) // STEPS, small.BATCH, small.RATE
+    model = small.untrained(seed, ALL) if name == TOGETHER else deepcopy(model)
     torch.manual_seed(seed)
     places = range(first, first + small.LEVELS)
     head = KINDS.get(name, DraftHead)(list(codes.T), places, hidden_size=small.SIZE, vocab_size=ALL)
@@ -128,7 +137,7 @@ def train(
         drafts = taught_loss(head, states, wanted, logits) if "taught" in name else head.loss(states, wanted)
         return weight * drafts + small.LEVELS * cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
-    small.learn(small.windows(seen, steps, BATCH, seed), steps, loss, (model, 1e-3), (head, 1e-2))
+    small.learn(small.windows(seen, steps, batch, seed), steps, loss, (model, rate), (head, 1e-2))
     return model.eval(), head.eval()
 
 
@@ -144,18 +153,24 @@ def ranks(catalogue: str, names: Sequence[str], users: int, steps: int, seed: in
     prompts = tokens[torch.tensor([taken[-1 - small.MEMORY : -1] for taken in asked])].flatten(1)
     wanted = [tuple(codes[taken[-1]].tolist()) for taken in asked]
     seen, result = [taken[:-1] for taken in histories], {}
-    begun = small.trained(seen, tokens, seed, steps * BEFORE // STEPS, ALL)
+    begun = None if TOGETHER in names else small.trained(seen, tokens, seed, steps * BEFORE // STEPS, ALL)
+
+    def places(lists: list[small.Items]) -> list[float]:
+        return [one.index(item) if item in one else float("inf") for one, item in zip(lists, wanted, strict=True)]
+
+    if ALONE in names:  # as many steps as model and head have from step 0
+        alone = small.trained(seen, tokens, seed, steps * (BEFORE + STEPS) // STEPS, ALL)
+        result[ALONE] = [places(small.ranked(alone, items, prompts, WIDTH))] * 2
     for name in names:
+        if name == ALONE:
+            continue
         model, head = train(begun, seen, tokens, seed, steps, name)
         lists = {name: drafted(model, head, items, prompts)}
         if name == "NEZHA":
             lists["no check"] = drafted(model, head, itemset.build(list(product(*map(np.unique, codes.T)))), prompts)
         beam = small.ranked(model, items, prompts, WIDTH)
         for way, found in {**lists, **({"beam": beam} if name == "NEZHA" else {})}.items():
-            result[way] = [
-                [one.index(item) if item in one else float("inf") for one, item in zip(every, wanted, strict=True)]
-                for every in (found, beam)
-            ]
+            result[way] = [places(found), places(beam)]
     return result
 
 
@@ -167,24 +182,33 @@ def drafted(model: Any, head: DraftHead, item_set: itemset.ItemSet, prompts: Ten
     return [list(map(tuple, rows)) for rows in torch.cat(found).tolist()]
 
 
-def measured(places: NDArray[Any], beam: NDArray[Any]) -> Row:
-    """places, beam: [seeds, users]."""
-    from scipy.stats import ttest_rel
-
+def measured(places: NDArray[Any], beam: NDArray[Any], alone: NDArray[Any] | None = None) -> Row:
+    """places, those of the beam of the same model, and of a model without a head: [seeds, users]."""
     row: Row = {}
     for most in (5, 10):
         row |= {f"hit@{most}": float((places < most).mean())}
         row |= {f"NDCG@{most}": float(np.where(places < most, 1 / np.log2(2 + places), 0).mean())}
-    hits, best = (places < 10).mean(0), (beam < 10).mean(0)
-    row |= {"its beam's hit@10": float(best.mean()), "below its beam": float((best - hits).mean())}
+    row |= {"its beam's hit@10": float((beam < 10).mean()), **below(places, beam, "its beam")}
+    return row if alone is None else row | below(places, alone, "a beam alone", "±, alone", "p, alone")
+
+
+def below(places: NDArray[Any], other: NDArray[Any], of: str, error: str = "±", chance: str = "p") -> Row:
+    """How far hits at 10 are below others, 1.96 standard errors over users, and the paired t-test's p."""
+    from scipy.stats import ttest_rel
+
+    hits, best = (places < 10).mean(0), (other < 10).mean(0)
+    row: Row = {f"below {of}": float((best - hits).mean())}
     if (best == hits).all():
         return row
-    return row | {"±": float(1.96 * (best - hits).std() / len(hits) ** 0.5), "p": float(ttest_rel(best, hits).pvalue)}
+    row |= {error: float(1.96 * (best - hits).std() / len(hits) ** 0.5)}
+    return row | {chance: float(ttest_rel(best, hits).pvalue)}
 
 
-def main(arguments: argparse.Namespace, report: Report, catalogue: str = "films") -> None:
+def main(
+    arguments: argparse.Namespace, report: Report, catalogue: str = "films",
+    names: Sequence[str] = ABLATIONS, table: str = "nezha",
+) -> None:  # fmt: skip
     users, steps, seeds = (10, 3, SEEDS[:1]) if arguments.quick else (USERS, STEPS, SEEDS)
-    names = [*ABLATIONS, *GAP] if catalogue == "films" else ABLATIONS
     small.CATALOGUES[catalogue]()  # what is fetched and made once is there before several processes want it
     with ThreadPoolExecutor(3) as pool:
         jobs = [pool.submit(isolated, ranks, catalogue, names, users, steps, seed) for seed in seeds]
@@ -192,9 +216,18 @@ def main(arguments: argparse.Namespace, report: Report, catalogue: str = "films"
     for way in found[0]:
         places, beam = np.array([one[way] for one in found], float).swapaxes(0, 1)
         rows.append({"way": way} | measured(places, beam))
-    report.add("nezha" if catalogue == "films" else "nezha groceries", [row for row in rows if row["way"] not in GAP])
-    if catalogue == "films":
-        report.add("nezha gap", [row for row in rows if row["way"] in GAP])
+    report.add(table, rows)
 
 
-groceries = partial(main, catalogue="groceries")
+def seeds(arguments: argparse.Namespace, report: Report, catalogue: str = "films") -> None:
+    """When the head should learn."""
+    users, steps, chosen = (10, 3, MANY_SEEDS[:1]) if arguments.quick else (USERS, STEPS, MANY_SEEDS)
+    found = [isolated(ranks, catalogue, [TOGETHER, ALONE], users, steps, seed) for seed in chosen]
+    places = {way: np.array([one[way] for one in found], float).swapaxes(0, 1) for way in found[0]}
+    rows = [{"way": way} | measured(*places[way], alone=places[ALONE][0]) for way in (TOGETHER, ALONE)]
+    report.add(f"nezha seeds {catalogue}", rows)
+
+
+groceries = partial(main, catalogue="groceries", table="nezha groceries")
+gap = partial(main, names=GAP, table="nezha gap")
+grocery_seeds = partial(seeds, catalogue="groceries")

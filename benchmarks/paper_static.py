@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from functools import partial
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -31,7 +30,12 @@ STATIC_MOST, DICT_MOST = 2 * 10**7, 10**6  # items for which the peers' memory i
 BITMAP_BITS = 30  # of the hash bitmap's places, as the authors' code has it, eight in a byte
 TOP_NAME = f"PPV top {TOP}"
 HOST = "ours, bitmask on the host"
-THEIRS, CHILDREN = "STATIC", "STATIC, children alone"
+THEIRS, CHILDREN, OWN_CHILDREN = "STATIC", "STATIC, children alone", "ours, children alone"
+LARGE, CODES = 151_936, 2_048  # a language model's vocabulary, and the tokens of semantic IDs in it
+WRITE = "one write of the logits"
+RATIO, OF_CHILDREN, OF_BOTH = (f"{what}ours / STATIC" for what in ("", "children: ", "each level's faster form: "))
+# What has a table of its own: both forms of both methods.
+FORMS = ("ours", THEIRS, RATIO, OWN_CHILDREN, CHILDREN, OF_CHILDREN, OF_BOTH, WRITE)
 DEVICE = "cuda" if GPU else "cpu"
 Step = Callable[[Tensor], Any]
 
@@ -150,11 +154,18 @@ def steps_at(
         slots.cells.copy_(cells)
         slots.step(batch, logits)
 
-    ppv: PrefixVerification = peers["ppv"]
-    low, high = ppv.ranges(tokens, level)
-    search = partial(ppv.step, level, low, high, int((high - low).max()).bit_length())
-    found: dict[str, Step] = {"ours": ours, "PPV exact": partial(search, vocabulary), TOP_NAME: partial(search, TOP)}
-    found["hash bitmap"] = partial(peers["bitmap"].step, peers["bitmap"].prefix(tokens, level))
+    def own_children(logits: Tensor) -> tuple[Tensor, Tensor]:
+        slots.cells.copy_(cells)
+        return slots.children(batch, logits, width)
+
+    width = max(1, item_set.level_plan.children(level, 1))  # as many columns as theirs has
+    found: dict[str, Step] = {"ours": ours, OWN_CHILDREN: own_children}
+    if "ppv" in peers:
+        ppv: PrefixVerification = peers["ppv"]
+        low, high = ppv.ranges(tokens, level)
+        search = partial(ppv.step, level, low, high, int((high - low).max()).bit_length())
+        found |= {"PPV exact": partial(search, vocabulary), TOP_NAME: partial(search, TOP)}
+        found["hash bitmap"] = partial(peers["bitmap"].step, peers["bitmap"].prefix(tokens, level))
     if "STATIC" in peers:
         static: Static = peers["STATIC"]
         at: Any = static.on_the_way[level][level]
@@ -179,20 +190,21 @@ def bitmask_step(item_set: itemset.ItemSet, tokens: Tensor, level: int, vocabula
     return partial(fill_bitmasks, hosts, [host.state for host in hosts], list(range(ROWS)), bitmask)
 
 
-def cell(count: int, vocabulary: int, repeats: int, every: bool) -> Row:
-    """One row of the tables: milliseconds of each method's step, and false positives of the bitmap."""
+def cell(count: int, vocabulary: int, repeats: int, codes: int = 0) -> Row:
+    """One row of the tables: milliseconds of each method's step, and false positives of the bitmap. codes: how many of
+    the tokens, the last ones, are in items; else all are, and all methods are there, not STATIC's alone."""
     torch.set_num_threads(1)
-    items = uniform(count, vocabulary)
+    items = uniform(count, codes or vocabulary) + np.uint32(vocabulary - codes if codes else 0)
     item_set = itemset.build(items)
     ordered = in_order(torch.from_numpy(items.astype(np.int32)).to(DEVICE), item_set.trie.tables.token_bits)
     walks = Walks.random(ordered, LENGTH, ROWS).in_step()
     arena = Arena(room_for(item_set), DEVICE)
     peers: dict[str, Any] = {"arena": arena, "number": arena.acquire(item_set)}
-    peers["ppv"] = PrefixVerification(ordered.T.contiguous())
-    peers["bitmap"] = HashBitmap(ordered)
-    if every and count <= STATIC_MOST and (vocabulary <= 4_096 or count <= 10**6):
+    if not codes:
+        peers |= {"ppv": PrefixVerification(ordered.T.contiguous()), "bitmap": HashBitmap(ordered)}
+    if count <= STATIC_MOST:
         peers["STATIC"] = Static(ordered, vocabulary, walks.positions)
-    if every and count <= DICT_MOST:
+    if count <= DICT_MOST and not codes:
         peers["dict"] = DictTrie(items)
     times: dict[str, list[float]] = {}
     wrong = lost = legal = 0
@@ -204,26 +216,46 @@ def cell(count: int, vocabulary: int, repeats: int, every: bool) -> Row:
         for name, step in steps.items():
             logits.copy_(original)
             given = step(logits)
+            if name in (CHILDREN, OWN_CHILDREN):
+                tokens, found = given if name == OWN_CHILDREN else given[1::-1]
+                spread = torch.full((ROWS, vocabulary + 1), -torch.inf, device=DEVICE)
+                spread.scatter_(1, torch.where(tokens < 0, vocabulary, tokens).long(), found)
+                given = spread[:, :vocabulary]
             masks[name] = (given if isinstance(given, Tensor) else logits).isneginf()
-        for name in masks.keys() & {"PPV exact", THEIRS, "dict trie"}:
+        for name in masks.keys() & {"PPV exact", THEIRS, CHILDREN, OWN_CHILDREN, "dict trie"}:
             assert torch.equal(masks[name], masks["ours"]), f"{name} masks other tokens at level {level}"
-        wrong += int((masks["ours"] & ~masks["hash bitmap"]).sum())
-        lost += int((~masks["ours"] & masks[TOP_NAME]).sum())
         legal += int((~masks["ours"]).sum())
-        for name, took in in_turns({n: partial(s, logits) for n, s in steps.items()}, repeats).items():
+        if "ppv" in peers:
+            wrong += int((masks["ours"] & ~masks["hash bitmap"]).sum())
+            lost += int((~masks["ours"] & masks[TOP_NAME]).sum())
+        ways: dict[str, Any] = {name: partial(step, logits) for name, step in steps.items()}
+        ways[WRITE] = partial(logits.fill_, 1.0)
+        for name, took in in_turns(ways, repeats).items():
             times.setdefault(name, []).append(took)
-    row: Row = {"items": count, "tokens": vocabulary}
+    row: Row = {"items": count, "tokens": vocabulary} | ({"in items": codes} if codes else {})
     row |= {name: sum(took) / len(took) for name, took in times.items()}
+    if THEIRS in times:
+        best = {
+            us: [min(pair) for pair in zip(times[us], times[alone], strict=True)]
+            for us, alone in (("ours", OWN_CHILDREN), (THEIRS, CHILDREN))
+        }
+        row[RATIO] = row["ours"] / row[THEIRS]
+        row[OF_CHILDREN] = row[OWN_CHILDREN] / row[CHILDREN]
+        row[OF_BOTH] = sum(best["ours"]) / sum(best[THEIRS])
     for name in [name for name in ("ours", HOST) if name in times]:
         row[f"{name}: slowest level / cheapest"] = max(times[name]) / min(times[name])
+    if "ppv" not in peers:
+        return row
     illegal = LENGTH * ROWS * vocabulary - legal
     return row | {"bitmap lets through, %": 100 * wrong / illegal, f"{TOP_NAME} loses, %": 100 * lost / legal}
 
 
 def branching(width: int, repeats: int) -> Row:
-    """Figure 4: the step at nodes of `width` children, 10^6 items of a vocabulary as large, at the first level."""
+    """Figure 4: the step at nodes of `width` children, 10^6 items of a vocabulary as large: at the root, and at one of
+    the third level's many nodes, which have no ready masks."""
     torch.set_num_threads(1)
     items = np.random.default_rng(0).integers(0, width, (10**6, LENGTH), dtype=np.uint32)
+    items[:width, :2], items[:width, 2] = 0, np.arange(width)
     item_set = itemset.build(items)
     arena = Arena(room_for(item_set), DEVICE)
     number, ids = arena.acquire(item_set), torch.arange(ROWS, dtype=torch.int32, device=DEVICE)
@@ -231,10 +263,20 @@ def branching(width: int, repeats: int) -> Row:
     marks = torch.full_like(slots.marks[:ROWS], -1)
     slots.assign(ids, torch.full_like(ids, number), marks)
     none = torch.zeros(ROWS, dtype=torch.int32, device=DEVICE)
-    batch = Batch(ids, torch.zeros(ROWS, LENGTH, dtype=torch.int32, device=DEVICE), begin=none, end=none)
-    logits = torch.randn(ROWS, width, device=DEVICE)
-    ways = {"ours, ms": lambda: slots.step(batch, logits), "one write of the logits, ms": lambda: logits.fill_(1.0)}
-    return {"children": int(np.diff(item_set.trie.tables.row_offsets[:2])[0])} | in_turns(ways, repeats, of=median)
+    deep = Batch(ids, torch.zeros(ROWS, LENGTH, dtype=torch.int32, device=DEVICE), begin=none, end=none + 2)
+    slots.walk(deep)
+    cells, logits = slots.cells.clone(), torch.randn(ROWS, width, device=DEVICE)
+    slots.assign(ids, torch.full_like(ids, number), marks)
+    ways: dict[str, Any] = {"ours, at the root": partial(slots.step, deep._replace(end=none), logits)}
+    times = in_turns(ways, repeats)
+    slots.cells.copy_(cells)
+    ordered = in_order(torch.from_numpy(items.astype(np.int32)).to(DEVICE), item_set.trie.tables.token_bits)
+    static = Static(ordered, width, torch.zeros(1, ROWS, dtype=torch.int64, device=DEVICE))
+    at = static.on_the_way[2][0]
+    ways = {"ours": partial(slots.step, deep, logits), OWN_CHILDREN: partial(slots.children, deep, logits, width)}
+    ways |= {THEIRS: partial(static.masked, 2, at, logits), CHILDREN: partial(static.children, 2, at, logits)}
+    times |= in_turns(ways | {WRITE: partial(logits.fill_, 1.0)}, repeats)
+    return {"children": width} | times
 
 
 def host_levels(count: int, vocabulary: int, repeats: int) -> Row:
@@ -255,11 +297,17 @@ def main(arguments: argparse.Namespace, report: Report) -> None:
     sets = ((10**4, 256),) if few else ((10**6, 2_048), (10**7, 2_048), (10**6, 32_768), (10**7, 32_768))
     report.add("static host levels", [isolated(host_levels, *one, 3 if few else 60) for one in sets])
     sizes = (10**4,) if few else (10**5, 10**6, 10**7, 2 * 10**7)
-    rows = [isolated(cell, count, 2_048, 3 if few else 15, True) for count in sizes]
-    report.add("static items", rows, x="items", y="ours", by="tokens")
+    rows = [isolated(cell, count, 2_048, 3 if few else 15) for count in sizes]
     vocabularies = (256,) if few else (256, 1_024, 4_096, 32_768)
-    report.add(
-        "static tokens", [isolated(cell, 10**4 if few else 10**7, v, 3 if few else 5, False) for v in vocabularies]
-    )
+    by_tokens = [isolated(cell, 10**4 if few else 10**7, v, 3 if few or v > 4_096 else 5) for v in vocabularies]
+    large, codes, count = (1_024, 64, 10**4) if few else (LARGE, CODES, 10**6)
+    by_codes = [isolated(cell, count, large, 3 if few else 7, codes) for codes in (codes, large)]
+    apart = set(FORMS) - {"ours", THEIRS}
+    for name, table in (("static items", rows), ("static tokens", by_tokens)):
+        kept = [{key: value for key, value in row.items() if key not in apart} for row in table]
+        report.add(name, kept, x="items", y="ours", by="tokens")
+    about = ("items", "tokens", "in items")
+    forms = [{"in items": row["tokens"], **row} for row in (*rows, *by_tokens, *by_codes)]
+    report.add("static forms", [{key: row[key] for key in (*about, *FORMS)} for row in forms])
     widths = (8,) if few else (2, 16, 128, 1_024, 8_192, 65_536, 1 << 18)
-    report.add("static branching", [isolated(branching, width, 3 if few else 15) for width in widths])
+    report.add("static branching", [isolated(branching, width, 3 if few or width > 8_192 else 15) for width in widths])

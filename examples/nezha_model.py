@@ -15,7 +15,7 @@ from itemset.cli.train import HEAD_FILE
 from itemset.draft_head import DraftHead
 from itemset.draft_head.training import Schedule, train_head
 
-STEPS, BATCH = 600, 24
+STEPS, BATCH, RATE = 600, 24, 1e-3  # of a model that has learnt the histories already
 
 
 def train(
@@ -37,7 +37,7 @@ def train(
 
     tokenizer, model = AutoTokenizer.from_pretrained(begin), AutoModelForCausalLM.from_pretrained(begin)
     watched = [[encoded[film] for film in films] for films in histories]
-    schedule = Schedule(MEMORY + 1, steps or STEPS, BATCH, seed)
+    schedule = Schedule(MEMORY + 1, steps or STEPS, BATCH, seed, RATE)
     head = train_head(model, tokenizer, itemset.build(codes), watched, schedule, kind=kind)
     unfinished = emptied(folder.with_suffix(".unfinished"))
     model.save_pretrained(unfinished)

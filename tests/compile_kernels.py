@@ -27,7 +27,7 @@ from itemset.ranking.beam_state import ALONE, ENDED, OPEN
 from vllm_static.worker import triton_attention
 
 POINTERS = {
-    "logits": "*bf16",
+    **dict.fromkeys(["logits", "found"], "*bf16"),
     **dict.fromkeys(["sets", "states", "cells", "positions", "out"], "*i64"),
     **dict.fromkeys(["words", "tokens", "marks", "slots", "history", "begins", "ends", "above"], "*i32"),
 }
@@ -51,6 +51,7 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "advance": (kernels._advance_kernel, {}),
     "advance_unmarked": (kernels._advance_kernel, {"marks": None}),
     "beams_own": (triton_attention.add_own_kernel, {}),
+    "children": (kernels._children_kernel, {}),
     "forced": (kernels._forced_kernel, {"GUESS": False}),
     "forced_guess": (kernels._forced_kernel, {"GUESS": True}),
     "lists_candidates": (beams.candidates_kernel, {"ITEMS": OPEN}),

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oracle import dict_trie
 from strategies import item_sets
@@ -16,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from views import made
 
 import itemset
+from itemset.adapters import huggingface
 from itemset.adapters.huggingface import ItemSetLogitsProcessor
 
 EOS = 1
@@ -64,9 +64,11 @@ def test_the_same_as_a_function_of_prefixes(model, named_sets, kind):
                 assert tuple(token for token in row if token not in (EOS, 2)) in named_sets[name].items
 
 
-@settings(max_examples=60, deadline=None)
+@pytest.mark.parametrize("few", [0, 10**9], ids=["children alone", "whole rows"])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(items=item_sets(), data=st.data())
-def test_what_is_allowed_is_what_the_oracle_allows(items, data):
+def test_what_is_allowed_is_what_the_oracle_allows(monkeypatch, few, items, data):
+    monkeypatch.setattr(huggingface, "FEW", few)
     vocabulary = max(map(max, items)) + 5
     stop = vocabulary - 1
     item = data.draw(st.sampled_from(items))
@@ -74,9 +76,11 @@ def test_what_is_allowed_is_what_the_oracle_allows(items, data):
     for token in prefix:
         node = node[token]
     processor = ItemSetLogitsProcessor(made(items), prompt_length=2, stop_tokens=[stop])
-    scores = processor(torch.tensor([[0, 0, *prefix]]), torch.zeros(1, vocabulary))
-    expected = {stop if token is None else token for token in node}
-    assert set(np.flatnonzero(np.isfinite(scores[0].numpy()))) == expected
+    logits = torch.randn(1, vocabulary)
+    scores, kept = processor(torch.tensor([[0, 0, *prefix]]), logits.clone()), torch.full((1, vocabulary), -torch.inf)
+    legal = [stop if token is None else token for token in node]
+    kept[0, legal] = logits[0, legal]
+    assert torch.equal(scores, kept)
 
 
 def test_no_stop_token_is_refused(named_sets):

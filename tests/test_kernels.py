@@ -82,6 +82,14 @@ def check_against_oracle(kernels: ModuleType, items: list[list[int]], most: int)
         expected[i, kept] = logits[i, kept]
     assert torch.equal(masked, expected)
 
+    listed = [[*children, *([stop] if terminal else [])] for _, children, terminal in nodes]
+    for width in (max(map(len, listed)), 2):
+        tokens, found = kernels.children(arena, logits, tensor(states), marks, slots, None, width)
+        for i, row in enumerate(listed):
+            rest = width - len(row)
+            assert tokens[i].tolist() == row[:width] + [-1] * rest
+            assert found[i].tolist() == logits[i, row[:width]].tolist() + [-torch.inf] * rest
+
     tokens = [(i, token) for i, (_, children, _) in enumerate(nodes) for token in {*children, 0, 1, stop, 69, -1}]
     tokens = tokens[:: -(-len(tokens) // (3 * most))]
     picked = [i for i, _ in tokens]
@@ -184,6 +192,7 @@ READ = {
     "step": [*STEP, "logits"],
     "mask": ["logits", "states", "marks", "slots"],
     "forced": ["states", "marks", "slots", "out"],
+    "children": ["logits", "states", "marks", "slots"],
 }
 
 
@@ -204,7 +213,7 @@ def test_tensors_of_another_stride_are_refused(kernel: str, strided: str) -> Non
         arguments = [given["cells"], given["marks"], batch._replace(**parts), given["out"]]
         arguments += [given["logits"]] if kernel == "step" else []
     else:
-        arguments = [given[name] for name in READ[kernel]]
+        arguments = [given[name] for name in READ[kernel]] + ([None, 3] if kernel == "children" else [])
     with pytest.raises(ValueError, match=f"^{strided} has a stride of 2"):
         launch(slots.arena, *arguments)
     assert all(torch.equal(value, before[name]) for name, value in given.items())
@@ -231,6 +240,53 @@ def test_mask_in_place(kernels: ModuleType, dtype: torch.dtype, vocabulary: int)
             row.fill_(-torch.inf)
             row[legal] = values
     assert torch.equal(whole, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_children_are_what_a_mask_keeps(kernels: ModuleType, dtype: torch.dtype) -> None:
+    """At nodes, in tails, after items, and where nothing constrains; with stop tokens that are forbidden, and with
+    tokens that the logits do not have."""
+    arena, (built,), (number,) = resident([[3, 1], [3], [4, 7, 7], [9, 9], [66, 1], [69, 2]], kind="whole")
+    walked = [host_advance(built.trie.tables.pointers, 0, token) for token in (3, 4, 66)]
+    states = [0, *walked, END, END, FREE, WAITING, DEAD]
+    states += [host_advance(built.trie.tables.pointers, walked[1], 7)]
+    marks = tensor([[-1, 5, 2, 69, -1]] * len(states))
+    slots = tensor([*range(5), -1, *range(6, len(states))])
+    wide = torch.randn(len(states), 2 * 68, device=DEVICE).to(dtype)
+    logits = wide[:, :68]
+    logits[4, 2] = -torch.inf
+    bound = tensor([state not in (FREE, WAITING, DEAD) for state in states], torch.bool)
+    given = arena, logits, tensor(states) | number << STATE_BITS, marks, slots
+    before = logits.clone()
+    tokens, found = kernels.children(*given, None, 8)
+    assert torch.equal(logits, before)
+    spread = torch.full((len(states), 69), -torch.inf, dtype=dtype, device=DEVICE)
+    spread.scatter_(1, torch.where(tokens < 0, 68, tokens).long(), found)
+    masked = kernels.mask(arena, logits.clone(), *given[2:])
+    assert torch.equal(spread[bound, :68], masked[bound])
+    assert found.dtype == dtype
+    assert (tokens[~bound] < 0).all()
+    assert found[~bound].isneginf().all()
+    rows = [[token for token in row if token >= 0] for row in tokens.tolist()]
+    assert rows[:3] == [[3, 4, 9, 66], [1, 5, 2], [7]]
+    assert rows[4:6] == [[5, 2], []]
+    twice = kernels.children(arena, logits, tensor([0, walked[0]] * 2) | number << STATE_BITS, marks, slots[:2], 2, 4)
+    assert twice[0].tolist() == [[3, 4, 9, 66], [1, 5, 2, -1]] * 2
+
+
+def test_a_step_of_children_alone(kernels: ModuleType) -> None:
+    """`Slots.children` walks as `step` does."""
+    name = "numba" if kernels is cpu_kernels else "triton"
+    arena, _, (number,) = resident([[3, 1], [3], [4, 7, 7], [9, 9]], kernels=name)
+    slots = Slots(arena, 2, max_rows=2)
+    slots.assign(tensor([0, 1]), tensor([number] * 2), torch.tensor([[-1, 5] + [-1] * 15] * 2, device=DEVICE))
+    history, begin = tensor([[3, 1], [4, 7]], torch.int32), tensor([0, 0])
+    logits = torch.randn(2, 10, device=DEVICE)
+    for taken, rows in enumerate([[[3, 4, 9]] * 2, [[1, 5, -1], [7, -1, -1]], [[5, -1, -1], [7, -1, -1]]]):
+        tokens, found = slots.children(Batch(tensor([0, 1]), history, begin, begin + taken), logits, 3)
+        assert tokens.tolist() == rows
+        expected = logits.gather(1, tokens.long().clamp(min=0)).where(tokens >= 0, -torch.inf)
+        assert torch.equal(found, expected)
 
 
 def test_an_ended_row_is_never_empty(kernels: ModuleType) -> None:

@@ -16,6 +16,8 @@ from itemset.masking.batch import LOCAL, Batch
 from itemset.masking.slots import Slots
 from itemset.trie.walk import END
 
+FEW = 32  # a row's children are few if the vocabulary has so many times more: then they alone are read
+
 
 class ItemSetLogitsProcessor(LogitsProcessor):
     """Lets `generate()` answer with items of a set alone, greedily, by sampling and with beams:
@@ -61,16 +63,16 @@ class ItemSetLogitsProcessor(LogitsProcessor):
         begins = torch.as_tensor(self._begin, device=device).view(-1)
         self._check(rows, length, scores.shape[1])
         begin = begins.repeat_interleave(rows // len(begins))  # each prompt's beams stand together
-        masked = scores.to(device, copy=True, memory_format=torch.contiguous_format)
         end = torch.full_like(numbers, length)
-        slots.step(Batch(numbers, input_ids.to(device), begin, end, by_slot=False), masked)
+        batch = Batch(numbers, input_ids.to(device), begin, end, by_slot=False)
+        masked, left = self._masked(slots, batch, scores.to(device), self._width(length))
         first, self._length = length != self._length + 1, length
         if first or device.type == "cpu":
             over = slots.row_states[:rows] & LOCAL == END  # a whole item; at first also what is no beginning of one
             wrong = first and any(
                 self._item_set.find(input_ids[i, begin[i] :].tolist()) is None for i in over.nonzero().view(-1).tolist()
             )
-            if wrong or bool(masked.isneginf().all(1).any()):
+            if wrong or bool(left.isneginf().all(1).any()):
                 raise ItemSetError(
                     "no token is left that may follow: prompt_length is not where items begin, or another parameter "
                     "of generate(), such as bad_words_ids, forbids what the set allows"
@@ -101,6 +103,25 @@ class ItemSetLogitsProcessor(LogitsProcessor):
                 f"prompt_length={self._begin} does not go with {rows} rows of {length} tokens: give the columns of "
                 "input_ids, one number for all prompts or one for each"
             )
+
+    def _width(self, length: int) -> int:
+        """Return the most tokens that may follow in a row."""
+        begins = [self._begin] if isinstance(self._begin, int) else self._begin
+        plan = self._item_set.level_plan
+        return len(self._stops) + max(1, *(plan.children(length - begin, 1) for begin in begins))
+
+    @staticmethod
+    def _masked(slots: Slots, batch: Batch, scores: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """Return masked scores in new memory, and some of each row's with all that may follow among them."""
+        if width * FEW > scores.shape[1]:
+            masked = scores.clone(memory_format=torch.contiguous_format)
+            slots.step(batch, masked)
+            return masked, masked
+        tokens, left = slots.children(batch, scores.contiguous(), width)
+        masked = torch.full_like(scores, -torch.inf, memory_format=torch.contiguous_format)
+        none = tokens < 0  # there the row's first child again, which leaves it as it is
+        columns = torch.where(none, tokens[:, :1], tokens).clamp(min=0).long()
+        return masked.scatter_(1, columns, torch.where(none, left[:, :1], left)), left
 
     def _with_room(self, rows: int, device: torch.device) -> Slots:
         if self._slots is None or len(self._slots.row_states) < rows:

@@ -20,8 +20,10 @@ def add_to(command: Command) -> None:
     sub.add_argument("output", metavar="FOLDER", help=f"for the model, its tokenizer and {HEAD_FILE}")
     sub.add_argument("--histories", metavar="FILE", required=True, help="a JSON list of keys a line, the oldest first")
     window = "items of a history that are learnt together; shorter ones are left out"
-    for name, default, about in (("window", 21, window), ("steps", 600, "of training"), ("batch", 24, "rows a step")):
+    for name, default, about in (("window", 21, window), ("steps", 1_450, "of training"), ("batch", 48, "rows a step")):
         sub.add_argument(f"--{name}", metavar="N", type=positive, default=default, help=f"{about} (default: {default})")
+    rate = "the model's highest learning rate (default: 0.003, for one that has learnt nothing yet)"
+    sub.add_argument("--rate", metavar="X", type=float, default=3e-3, help=rate)
     sub.add_argument("--seed", metavar="N", type=int, default=0)
 
 
@@ -46,7 +48,8 @@ def train(args: argparse.Namespace) -> None:
         raise ItemSetError(f"{args.model} is no model that transformers can load: {error!s:.200}") from error
     if item_set.tokenizer is not None:
         item_set.check_tokenizer(tokenizer)
-    head = train_head(model, tokenizer, item_set, histories, Schedule(args.window, args.steps, args.batch, args.seed))
+    schedule = Schedule(args.window, args.steps, args.batch, args.seed, args.rate)
+    head = train_head(model, tokenizer, item_set, histories, schedule)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     head.save(folder / HEAD_FILE)

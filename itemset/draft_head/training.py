@@ -26,9 +26,10 @@ class Schedule(NamedTuple):
     """How long a head is trained, and with what."""
 
     window: int = 21  # items of a history that a row holds, the last one's own among them
-    steps: int = 600
-    batch: int = 24  # rows of a step
+    steps: int = 1_450
+    batch: int = 48  # rows of a step
     seed: int = 0  # of the head's weights, and of what is chosen for the rows
+    rate: float = 3e-3  # the model's highest learning rate
 
 
 def train_head(
@@ -38,6 +39,8 @@ def train_head(
     """Teach a model of transformers and a new head what follows, and return the head. The tokenizer gets a token for
     each placeholder, `<sp_1>` and so on, and the model their embeddings.
 
+    model: best one that has not learnt the histories yet: where both learn from the first step, the head finds as much
+        as the model's own beams (docs/papers.md).
     histories: tokens of items in the order in which they followed each other; those shorter than a window are left out.
         A prompt is a history, with the tokenizer's end token after each item.
     Raises ItemSetError if items differ in length, no history is long enough, or the tokenizer has no end token.
@@ -66,7 +69,7 @@ def train_head(
         for level, row in enumerate(head.codes):
             head.logits[level].weight.copy_(embeddings[row] / 2)
     head.to(model.device)
-    rows, most_rates = Rows(levels, levels + 1, window), [1e-3, 1e-2]
+    rows, most_rates = Rows(levels, levels + 1, window), [schedule.rate, 1e-2]
     parameters = [{"params": one.parameters(), "lr": rate} for one, rate in zip((model, head), most_rates, strict=True)]
     optimizer = torch.optim.AdamW(parameters, weight_decay=0.1)
     rate = torch.optim.lr_scheduler.OneCycleLR(optimizer, most_rates, total_steps=schedule.steps, pct_start=0.1)

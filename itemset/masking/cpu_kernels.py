@@ -1,4 +1,4 @@
-"""The kernels in Numba, for CPUs: advance, walk, mask, step and forced, as `slots.Slots` calls them.
+"""The kernels in Numba, for CPUs: advance, walk, mask, step, children and forced, as `slots.Slots` calls them.
 
 `triton_kernels` has the same functions with the same arguments and results. Here a set's tables are read where they
 lie: compiled loops take the address of its row of integers (`batch.table_row`), and a tensor's address and strides.
@@ -76,6 +76,20 @@ def step(arena: Arena, cells: Tensor, marks: Tensor, batch: Batch, out: Tensor, 
     _walk(_walk_of(arena, cells, marks, batch, out))
     _mask(masked)
     return logits
+
+
+def children(
+    arena: Arena, logits: Tensor, states: Tensor, marks: Tensor, slots: Tensor, rows_each: int | None, width: int
+) -> tuple[Tensor, Tensor]:
+    """Return what may follow each row's state, where `mask` keeps it, and its logits, as `slots.Children`.
+
+    logits, states, marks, slots, rows_each: as for `mask`; the logits are not changed. width: columns of the result.
+    """
+    refuse_strides(logits=logits)
+    marks, states = _table(marks), states.contiguous()
+    tokens, found = marks.new_empty((len(states), width)), logits.new_empty((len(states), width))
+    _children(_mask_of(arena, logits, states, marks, slots, rows_each), tokens.data_ptr(), found.data_ptr(), width)
+    return tokens, found
 
 
 def forced(arena: Arena, states: Tensor, marks: Tensor, slots: Tensor, out: Tensor, guess: bool = False) -> Tensor:
@@ -320,3 +334,48 @@ def _mask(given: Any) -> None:
             for token in stops:
                 if 0 <= token < vocabulary and logit(at, size, token) == forbidden:
                     put_logit(at, size, token, 0)
+
+
+@compiled
+def _children(given: Any, tokens: int, found: int, width: int) -> None:
+    head = given.ctypes.data
+    sets, states, vocabulary = load64(head, _SETS), load64(head, _STATES), load64(head, _VOCABULARY)
+    logits, forbidden = head + 8 * (_MASK_HEAD + 4 * _LOGITS), load64(head, _MINUS)
+    address, size, stride = load64(logits, 0), load64(logits, 1), load64(logits, 2)
+    for i in range(load64(head, _ROWS)):
+        tables, state = pointers_at(row_at(sets, load64(states, i))), load64(states, i) & LOCAL
+        at, to, into, count = address + i * stride * size, tokens + 4 * width * i, found + size * width * i, np.int64(0)
+        if state >= trie_walk.TAIL:
+            count = _put(trie_walk.tail_token(tables, state), count, width, vocabulary, at, size, to, into)
+        elif state < tables.nodes:
+            first, end = first_edge(tables, state), first_edge(tables, state + 1)
+            whole = not tables.alive and not tables.dead_count and 0 < end - first <= width
+            if whole and label(tables, end - 1) < vocabulary:  # two loops, which LLVM makes wide
+                count = np.int64(end - first)
+                for place in range(count):
+                    store32(to, place, label(tables, first + place))
+                for place in range(count):
+                    put_logit(into, size, place, logit(at, size, label(tables, first + place)))
+            else:
+                for edge in range(first, end):
+                    if is_alive(tables, edge):
+                        count = _put(label(tables, edge), count, width, vocabulary, at, size, to, into)
+        if is_terminal(tables, state):
+            slot = _integer(head + 8 * _MASK_HEAD, _SLOTS, i // load64(head, _ROWS_EACH), 0)
+            for stop in _stops(load64(head, _MARKS), load64(head, _COLUMNS), slot):
+                count = _put(stop, count, width, vocabulary, at, size, to, into)
+                if state == END and count > 0 and logit(into, size, count - 1) == forbidden:
+                    put_logit(into, size, count - 1, 0)
+        for place in range(count, width):
+            store32(to, place, -1)
+            put_logit(into, size, place, forbidden)
+
+
+@compiled
+def _put(token: int, count: int, width: int, vocabulary: int, at: int, size: int, to: int, into: int) -> Any:
+    """Write a child and its logit, if there is room. Return how many there are now."""
+    if not 0 <= token < vocabulary or count == width:
+        return count
+    store32(to, count, token)
+    put_logit(into, size, count, logit(at, size, token))
+    return count + 1

@@ -8,6 +8,7 @@ is allocated or read back, and no launch depends on what a tensor holds: each ca
 """
 
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -70,6 +71,20 @@ def step(arena: Arena, cells: Tensor, marks: Tensor, batch: Batch, out: Tensor, 
         return logits
     walk(arena, cells, marks, batch, out)
     return mask(arena, logits, out, marks, batch.slots, batch.rows_each)
+
+
+def children(
+    arena: Arena, logits: Tensor, states: Tensor, marks: Tensor, slots: Tensor, rows_each: int | None, width: int
+) -> tuple[Tensor, Tensor]:
+    refuse_strides(logits=logits, states=states, marks=marks, slots=slots)
+    shape = len(states), width
+    tokens, found = logits.new_full(shape, -1, dtype=torch.int32), logits.new_full(shape, -torch.inf)
+    _children_kernel[(len(states),)](
+        arena.words, arena.sets, states, slots, rows_each, marks, marks.stride(0),
+        logits, logits.stride(0), logits.shape[1], tokens, found, width,
+        **_stop_lanes(marks), LANES=LANES, num_warps=WALK_WARPS,
+    )
+    return tokens, found
 
 
 def forced(arena: Arena, states: Tensor, marks: Tensor, slots: Tensor, out: Tensor, guess: bool = False) -> Tensor:
@@ -211,6 +226,52 @@ def _mask_kernel(
         _row_of(logits, row * logits_stride, ALIGNED), low, tl.minimum(low + CHUNK * CHUNKS, vocabulary),
         STOPS, STOP_LANES, LANES, CHUNK,
     )
+
+
+@_jit
+def _children_kernel(
+    words, sets, states, slots, rows_each, marks, marks_stride, logits, logits_stride, vocabulary, tokens, found, width,
+    STOPS: tl.constexpr, STOP_LANES: tl.constexpr, LANES: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + _request(rows_each)).to(tl.int64)
+    state = tl.load(states + row)
+    local = state & tables.LOCAL
+    fields = tables.set_fields(sets, state)
+    logits += row * logits_stride
+    tokens += row * width
+    found += row * width
+    ended = local == tables.END
+    may_end, count = ended, local * 0
+    if local >= tables.TAIL:
+        token, _ = tables.tail_entry(words, fields, local, True)
+        lane = tl.arange(0, LANES)
+        count = _list(token + lane, (lane == 0) & (token >= 0), logits, vocabulary, count, tokens, found, width, False)
+    elif local < tables.WAITING:
+        may_end = tables.ends_here(words, fields, local)
+        first, end = tables.row_bounds(words, fields, local)
+        for low in range(first, end, LANES):
+            edge = low + tl.arange(0, LANES)
+            stays = edge < end
+            label = tables.element(words, fields, tables.LABELS, edge, tables.NARROW_LABELS, stays)
+            stays = stays & tables.is_alive(words, fields, edge, stays, fields[tables.DEAD_COUNT])
+            count = _list(label, stays, logits, vocabulary, count, tokens, found, width, False)
+    if may_end & (slot >= 0):
+        lane = tl.arange(0, STOP_LANES)
+        stop = tl.load(marks + slot * marks_stride + 1 + lane, mask=lane < STOPS, other=-1)
+        _list(stop, stop >= 0, logits, vocabulary, count, tokens, found, width, ended)
+
+
+@triton.jit
+def _list(label, stays, logits, vocabulary, count, tokens, found, width, ended):
+    """Write those of some tokens that stay, and their logits, after the first `count`; return how many there are."""
+    stays = stays & (label < vocabulary)
+    place = count + tl.cumsum(stays.to(tl.int64), 0) - 1
+    stays = stays & (place < width)
+    logit = tl.load(logits + label, mask=stays)
+    tl.store(tokens + place, label, mask=stays)
+    tl.store(found + place, tl.where(ended & (logit == -float("inf")), 0.0, logit), mask=stays)
+    return count + tl.sum(stays.to(tl.int64), 0)
 
 
 @_jit

@@ -17,14 +17,13 @@ from itemset.masking import batch as batch_module
 from itemset.masking import triton_tables as tables
 from itemset.masking.arena import Arena
 from itemset.masking.batch import Batch, refuse_strides
+from itemset.masking.triton_spans import NEAR, mask_span, row_of
 
 LANES = 256  # labels of a node that are compared at once
 WHOLE = 4096  # a row of no more logits than this is walked and masked in one launch
 STORED = 4096  # bytes of logits that are masked at once: 16 of each thread
 SPAN = 1 << 15  # logits that one program masks
 WALK_WARPS, MASK_WARPS = 1, 8  # a walk waits for memory, and one warp for no other
-NEAR = tl.constexpr(16)  # columns that are written at once where none of them stays
-_NEAR_BITS = tl.constexpr((1 << 16) - 1)
 
 _STATE, _CONSUMED, _ANY_CONSUMED, _CONSUMED_MASK, _COUNT_MASK, _TREE, _COLUMNS = tables.constants(
     batch_module, "STATE CONSUMED ANY_CONSUMED CONSUMED_MASK COUNT_MASK TREE COLUMNS"
@@ -207,7 +206,7 @@ def _walk_kernel(
                     state = tables.next_state(words, fields, state, token, row_marks, STOPS, STOP_LANES, LANES)
         tl.store(out + row, state)
         if logits is not None:
-            _mask_span(words, sets, fields, state, row_marks, True, _row_of(logits, row * logits_stride, ALIGNED),
+            mask_span(words, sets, fields, state, row_marks, True, row_of(logits, row * logits_stride, ALIGNED),
                         0, vocabulary, STOPS, STOP_LANES, LANES, CHUNK)
 
 
@@ -221,9 +220,9 @@ def _mask_kernel(
     slot = tl.load(slots + _request(rows_each)).to(tl.int64)
     state = tl.load(states + row)
     low = tl.program_id(1) * (CHUNK * CHUNKS)
-    _mask_span(
+    mask_span(
         words, sets, tables.set_fields(sets, state), state, marks + tl.maximum(slot, 0) * marks_stride, slot >= 0,
-        _row_of(logits, row * logits_stride, ALIGNED), low, tl.minimum(low + CHUNK * CHUNKS, vocabulary),
+        row_of(logits, row * logits_stride, ALIGNED), low, tl.minimum(low + CHUNK * CHUNKS, vocabulary),
         STOPS, STOP_LANES, LANES, CHUNK,
     )
 
@@ -326,121 +325,3 @@ def _depth(above, row, LAYOUT: tl.constexpr):
             depth += 1
             parent = tl.load(above + parent).to(tl.int64)
     return depth
-
-
-@triton.jit
-def _row_of(logits, offset, ALIGNED: tl.constexpr):
-    row = logits + offset
-    return tl.multiple_of(row, 16) if ALIGNED else row
-
-
-@triton.jit
-def _mask_span(
-    words, sets, fields, state, row_marks, has_marks, logits, low, high,
-    STOPS: tl.constexpr, STOP_LANES: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr,
-):
-    local = state & tables.LOCAL
-    if (local < tables.WAITING) | (local >= tables.END):
-        ended = local == tables.END
-        first, count, tail_token, may_end = local * 0, local * 0, local * 0 - 1, ended
-        if local >= tables.TAIL:
-            tail_token, _ = tables.tail_entry(words, fields, local, True)
-        elif local < tables.WAITING:
-            may_end = tables.ends_here(words, fields, local)
-            first, end = tables.row_bounds(words, fields, local)
-            count = end - first
-        may_end = may_end & has_marks
-        # What follows an end has its columns saved and written back, whoever overwrites them.
-        stop_lane = tl.arange(0, STOP_LANES)
-        stop = tl.load(row_marks + 1 + stop_lane, mask=(stop_lane < STOPS) & may_end, other=-1)
-        stop_stays = (stop >= low) & (stop < high)
-        kept_stop = tl.load(logits + stop, mask=stop_stays)
-        kept_stop = tl.where(ended & (kept_stop == -float("inf")), 0.0, kept_stop)
-        bits, first_word, width = local * 0, local * 0, local * 0
-        if count > LANES:
-            bits, first_word, width = tables.ready_row(words, sets, state)
-        if width > 0:
-            tl.debug_barrier()
-            _forbid_others(words + bits, first_word, width, logits, low, high, CHUNK)
-            _forbid_dead(words, fields, first, first + count, logits, low, high, LANES)
-            tl.debug_barrier()
-        else:
-            _keep(words, fields, first, count, tail_token, logits, low, high, LANES, CHUNK)
-        tl.store(logits + stop, kept_stop, mask=stop_stays)
-
-
-@triton.jit
-def _keep(words, fields, first, count, tail_token, logits, low, high, LANES: tl.constexpr, CHUNK: tl.constexpr):
-    """Read what stays of the logits from `low` to `high`, overwrite all of them, write back what stays.
-
-    LANES edges at a time, each time up to the label at which the next ones begin. That is a multiple of spare, for
-    aligned writes. Labels ascend and differ, so up to spare - 1 edges come again.
-    """
-    spare: tl.constexpr = max(LANES // 16, 1)
-    end = first + count
-    if (low > 0) & (count > LANES):
-        first = tables.first_from(words, fields, tables.LABELS, tables.NARROW_LABELS, first, end, low)
-    part = low
-    while part < high:
-        lane = first + tl.arange(0, LANES)
-        edge = lane < end
-        label = tables.element(words, fields, tables.LABELS, lane, tables.NARROW_LABELS, edge)
-        label = tl.where(edge, label, tl.where(lane == first, tail_token, -1))
-        beyond = first + (LANES - spare)
-        next_label = tables.element(words, fields, tables.LABELS, beyond, tables.NARROW_LABELS, beyond < end)
-        until = tl.minimum(tl.where(beyond < end, (next_label // spare * spare).to(tl.int32), high), high)
-        stays = (label >= part) & (label < until)
-        stays = stays & (~edge | tables.is_alive(words, fields, lane, edge, fields[tables.DEAD_COUNT]))
-        kept = tl.load(logits + label, mask=stays)
-        tl.debug_barrier()
-        for begin in range(part, until, CHUNK):
-            _forbid(logits, begin, until, CHUNK)
-        tl.debug_barrier()
-        tl.store(logits + label, kept, mask=stays)
-        first = beyond - spare + 1
-        part = until
-
-
-@triton.jit
-def _forbid_dead(words, fields, first, end, logits, low, high, LANES: tl.constexpr):
-    """Overwrite the logits of those edges of a node, `first` to `end`, that are in the list of dead ones."""
-    count = fields[tables.DEAD_COUNT]
-    if count > 0:
-        at = tables.first_from(words, fields, tables.DEAD_LIST, 0, count * 0, count, first)
-        while at < count:
-            lane = at + tl.arange(0, LANES)
-            edge = tables.word(words, fields, tables.DEAD_LIST, lane, lane < count)
-            dead = (lane < count) & (edge < end)
-            label = tables.element(words, fields, tables.LABELS, edge, tables.NARROW_LABELS, dead)
-            tl.store(logits + label, -float("inf"), mask=dead & (label >= low) & (label < high))
-            at += LANES
-            more = at < count
-            at = tl.where(more & (tables.word(words, fields, tables.DEAD_LIST, at, more) < end), at, count)
-
-
-@triton.jit
-def _forbid(logits, begin, high, CHUNK: tl.constexpr):
-    column = begin + tl.arange(0, CHUNK)
-    tl.store(logits + column, -float("inf"), mask=column < high)
-
-
-@triton.jit
-def _forbid_others(bits, first_word, width, logits, low, high, CHUNK: tl.constexpr):
-    """Overwrite the logits from `low` to `high` whose bit is not set in a ready mask. Reads no logits.
-
-    bits: [width] words, the first for the 32 columns from 32 * first_word on. Threads write 16 bytes where they can.
-    """
-    for begin in range(low, high, CHUNK):
-        word = (begin >> 5) - first_word
-        if (word + (CHUNK + 31) // 32 > 0) & (word < width):
-            start = begin + tl.arange(0, CHUNK // NEAR) * NEAR
-            at = (start >> 5) - first_word
-            mask = tl.load(bits + at, mask=(at >= 0) & (at < width), other=0)
-            near = ((mask >> (start & 31)) & _NEAR_BITS)[:, None]
-            lane = tl.arange(0, NEAR)[None, :]
-            column = start[:, None] + lane
-            tl.store(logits + column, -float("inf"), mask=(near == 0) & (column < high))
-            forbidden = (near != 0) & (((near >> lane) & 1) == 0)
-            tl.store(logits + column, -float("inf"), mask=forbidden & (column < high))
-        else:
-            _forbid(logits, begin, high, CHUNK)

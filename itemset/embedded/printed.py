@@ -50,7 +50,7 @@ def long_alternations(grammar: str, least: int, first: int) -> tuple[str, list[T
     grammar: as `printed`. Strings of JSON keep their quotes: what stands between them is taken out. Other texts stay in
     the grammar where what comes before them is not known or ends in a space, which belongs to a text's first token.
     """
-    lines, found = grammar.splitlines(), list[Texts]()
+    lines, found = grammar.split("\n"), list[Texts]()
     rules = [
         rule for i, line in enumerate(lines) if line.count(" | ") >= least and (rule := _read(i, line)) is not None
     ]

@@ -10,6 +10,7 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -37,13 +38,9 @@ class LongAlternations:
     """Those of one engine core or scheduler. Safe for threads."""
 
     def __init__(
-        self,
-        vocabulary: Callable[[], Vocabulary],
-        tokenizer: Any,
-        least: int,
-        options: Mapping[str, Any],
+        self, vocabulary: Callable[[], Vocabulary], tokenizer: Any, least: int, options: Mapping[str, Any],
         log: logging.Logger,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """least: texts that a list must have more of; 0 leaves all to xgrammar. options: as for `Constraints`."""
         self._vocabulary, self._least, self._log = vocabulary, least, log
         self._tokenizer = Once(lambda: copy.deepcopy(tokenizer))  # engines change theirs between two uses
@@ -54,8 +51,9 @@ class LongAlternations:
             threading.Thread(target=self._prepare, name="long-alternations", daemon=True).start()
 
     def _prepare(self) -> None:
-        self._tokenizer.get()
-        self._vocabulary().bridges(b'"')
+        with suppress(Exception):  # a request that needs them says what is wrong
+            self._tokenizer.get()
+            self._vocabulary().bridges(b'"')
 
     def get(self, kind: str, spec: str) -> Compiled | None:
         """Return what a `Composite` of the constraint begins with; None if xgrammar is to have it as it is."""
@@ -67,7 +65,8 @@ class LongAlternations:
             self._made.move_to_end(key)
         compiled, cost = made.get()
         with self._lock:
-            self._costs[key] = cost
+            if self._made.get(key) is made:  # not yet forgotten for another one
+                self._costs[key] = cost
             while sum(self._costs.values()) > _KEPT:
                 oldest, _ = self._made.popitem(last=False)
                 self._costs.pop(oldest, None)

@@ -266,7 +266,7 @@ class ItemSet:
     def items_at(self, numbers: NDArray[np.int64]) -> list[list[int]]:
         """Return the tokens of the items with these numbers."""
         rows = numbering.items_at(self.whole.trie.tables, numbers, self.longest)
-        return [part.tolist() for part in np.split(rows.tokens, rows.offsets[1:-1])]
+        return [part.tolist() for part in np.split(rows.tokens, rows.offsets[1:-1])] if len(numbers) else []
 
     def numbers_in(self, other: "ItemSet") -> NDArray[np.int64]:
         """Return the number that each item has in another set, -1 if it is none of that."""

@@ -232,6 +232,20 @@ def json_options() -> dict[str, Any]:
     }
 
 
+def refuses(kind: str, spec: str) -> bool:
+    """Return whether SGLang itself refuses a constraint, before xgrammar sees it (constrained/base_grammar_backend.py,
+    _init_value_dispatch; xgrammar_backend.py, dispatch_json)."""
+    from sglang.srt.constrained.base_grammar_backend import _grammar_key_contains_nul
+    from sglang.srt.constrained.json_schema_validation import validate_xgrammar_json_schema
+
+    try:
+        if kind == "json":
+            validate_xgrammar_json_schema(json.loads(spec))
+    except ValueError:
+        return True
+    return bool(_grammar_key_contains_nul(kind, spec))
+
+
 def compile_later(manager: Any, request: Any, name: str, compiled: Callable[[], Any], threads: Executor | None) -> None:
     """Have the request wait until its grammar has been compiled, on another thread (constrained/grammar_manager.py).
     threads: ours, or None for SGLang's own. Of SGLang's copies of grammars, those under this name are forgotten."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import random
 import re
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -14,9 +16,12 @@ import xgrammar
 from holes import setting
 from real_tokenizers import NAMES
 from samples import SAMPLES
+from tokenizers import AddedToken
 
 from itemset.embedded.composite_grammar import Composite
+from itemset.embedded.printed import long_alternations
 from itemset.serving.constraint import EBNF, JSON, LARK, TAG
+from itemset.serving.engine import long_alternations as of_engine
 from itemset.serving.engine.long_alternations import REGEX, LongAlternations
 
 LETTERS = [*"ab éÿ中😀0f|]},'/", '"', "\\", "\n", "\x7f", "\u2028"]
@@ -119,3 +124,57 @@ def walk(at: Any, composite: Composite, seed: int) -> bytes | None:
             return bytes(at.text_of(tokens))
         tokens.append(token)
     return None
+
+
+LISTED = " | ".join(f'"a{i}"' for i in range(9))
+LEFT = {
+    "after a space": f'root ::= "see " x\nx ::= {LISTED}',
+    "before itself": f'root ::= x{{1, 3}} "."\nx ::= {LISTED}',
+    "in a rule that holds itself": f'root ::= "(" y\ny ::= x y | "."\nx ::= {LISTED}',
+    "after anything": f"root ::= [a-z ]* x\nx ::= {LISTED}",
+    "brackets in a text that looks like none": f'root ::= "{"([" * 200}" Token(5) | {LISTED}',
+}
+
+
+@pytest.mark.parametrize("why", LEFT)
+def test_what_stays_with_xgrammar(why: str) -> None:
+    assert lists("tiny").get(EBNF, LEFT[why]) is None
+
+
+def test_a_line_of_brackets_takes_no_square() -> None:
+    """Else this would take hours, and nothing else would run."""
+    brackets = 'root ::= ("' + "([" * 500_000 + f'" Token(5) | {LISTED})'
+    assert long_alternations(brackets, 1, 99) == (brackets, [])
+
+
+def test_special_tokens_stay_with_xgrammar() -> None:
+    """An answer would leave them out."""
+    tokenizer = copy.deepcopy(setting("tiny").tokenizer)
+    tokenizer.add_tokens([AddedToken("<f>", special=True)], special_tokens=True)
+    at = setting("tiny")
+    made = LongAlternations(lambda: at.vocabulary, tokenizer, 1, {}, logging.getLogger(__name__))
+    assert made.get(EBNF, 'root ::= "<f>a" | "b" | "c"') is None
+    assert made.get(EBNF, 'root ::= "<fa" | "b" | "c"') is not None
+
+
+def test_what_triggers_stands_before_a_list() -> None:
+    """What tags trigger is printed on lines of its own."""
+    at, words = (
+        setting("llama"),
+        "foo | bar | baz".replace("foo", '"foo"').replace("bar", '"bar"').replace("baz", '"baz"'),
+    )
+    grammar = f'root ::= x | t\nt ::= TagDispatch(("<a>", y))\ny ::= x "</a>"\nx ::= {words}'
+    compiled = lists("llama").get(EBNF, grammar)
+    if compiled is not None:
+        assert spells(at, Composite(*compiled), b"<a>foo</a>")
+        assert not spells(at, Composite(*compiled), b"<a> foo</a>")
+
+
+def test_many_at_once_where_little_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(of_engine, "_KEPT", 1_000)
+    made, rng = lists("tiny"), random.Random(0)
+    specs = [json.dumps({"enum": texts_of(rng)}) for _ in range(4)] * 8
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(lambda spec: made.get(JSON, spec), specs))
+    assert sum(made._costs.values()) <= 1_000
+    assert made._costs.keys() <= made._made.keys()

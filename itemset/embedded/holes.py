@@ -9,7 +9,7 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
 import xgrammar
@@ -109,15 +109,17 @@ class Once(Generic[Made]):
     """What is made when it is first asked for. Safe for threads: one makes it, and the others wait."""
 
     def __init__(self, make: Callable[[], Made]) -> None:
-        self._make, self._lock = make, threading.Lock()
+        self._make: Callable[[], Made] | None = make
         self._made: Made | None = None
+        self._lock = threading.Lock()
 
     def get(self) -> Made:
         """Return it. Raises as its making does, which another call then tries again."""
         with self._lock:
-            if self._made is None:
+            if self._make is not None:
                 self._made = self._make()
-            return self._made
+                self._make = None  # and what it holds
+            return cast(Made, self._made)
 
 
 _REMEMBERED = 1 << 12  # states of a set whose bridges are kept

@@ -10,11 +10,15 @@ import xgrammar
 from itemset.embedded.holes import HOLES
 
 _LITERAL, _CLASS = r'"(?:[^"\\]|\\.)*+"', r"\[(?:[^\]\\]|\\.)*+\]"
-_OPTION = re.compile(rf'(\({_LITERAL}(?: {_LITERAL})*+\)|"")|(\((?:{_LITERAL}|{_CLASS}|[^"\[()]++)*+\))')
+_TEXT = rf'\({_LITERAL}(?: {_LITERAL})*+\)|""'
+_OTHER = rf'\((?:{_LITERAL}|{_CLASS}|[^"\[()]++)*+\)'
+_OPTION, _OPTIONS = re.compile(f"({_TEXT})|({_OTHER})"), re.compile(rf"(?:(?:{_TEXT}|{_OTHER})(?: \| |\)$))*+")
+_BEGIN = re.compile(r"([\w.-]+) ::= ")
 _INSIDE = re.compile(r'"((?:[^"\\]|\\.)*+)"')
 _ELEMENT = re.compile(rf"{_LITERAL}|{_CLASS}|[\w.-]+|[({{]")
 _ESCAPE = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8})|(.))")
 _SIMPLE = {"n": "\n", "r": "\r", "t": "\t", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "e": "\x1b", "0": "\0"}
+_ABOVE = 50  # rules above one, which are looked at for circles
 _PRINTED = re.compile(r"\\x([0-9a-f]{2})|\\.")
 
 
@@ -48,7 +52,8 @@ def long_alternations(grammar: str, least: int, first: int) -> tuple[str, list[T
     """Return a grammar with tokens `first + k` in the places of its alternations of more than `least` texts, and these.
 
     grammar: as `printed`. Strings of JSON keep their quotes: what stands between them is taken out. Other texts stay in
-    the grammar where what comes before them is not known or ends in a space, which belongs to a text's first token.
+    the grammar where what comes before them is not known or ends in a space, which belongs to a text's first token, and
+    in rules that hold themselves.
     """
     lines, found = grammar.split("\n"), list[Texts]()
     rules = [
@@ -59,8 +64,9 @@ def long_alternations(grammar: str, least: int, first: int) -> tuple[str, list[T
         options = list(rule.others)
         for quoted in (True, False):
             texts = [text for text in rule.texts if (len(text) > 2 and text[0] == text[-1] == '"') == quoted]
-            before, after = ({'"'}, '"') if quoted else around.of(rule.name)
-            if len(texts) > least and " " not in before and len(found) < HOLES:
+            wanted = len(texts) > least and len(found) < HOLES
+            before, after = ({'"'}, '"') if quoted else around.of(rule.name) if wanted else (set[str](), "")
+            if wanted and " " not in before:
                 token, options = f"Token({first + len(found)})", options + ['""'] * ("" in texts)
                 options.append(f'("\\"" {token} "\\"")' if quoted else f"({token})")
                 inside = [text[1:-1] if quoted else text for text in texts if text]
@@ -74,9 +80,9 @@ def long_alternations(grammar: str, least: int, first: int) -> tuple[str, list[T
 def _read(number: int, line: str) -> _Rule | None:
     """Return a rule that is an alternation; None for one that has brackets within, or asks for what follows it."""
     name, _, body = line.partition(" ::= (")
-    options = _OPTION.findall(body)
-    if " | ".join(text or other for text, other in options) + ")" != body:
+    if _OPTIONS.fullmatch(body) is None:  # first, as to look for options elsewhere in a line could take the square
         return None
+    options = _OPTION.findall(body)
     texts = {_text(text): text for text, _ in options if text}
     return _Rule(number, name, texts, [other for _, other in options if other])
 
@@ -98,18 +104,32 @@ class _Around:
     def __init__(self, lines: list[str], omitted: set[int]) -> None:
         """omitted: lines that need not be read, as no rule is named in them."""
         self._named: dict[str, list[tuple[str, str, str]]] = defaultdict(list)  # the rule it is in, before, after
+        name = ""
         for number, line in enumerate(lines):
-            name, _, body = line.partition(" ::= ")
-            elements = [] if number in omitted else ["", *_ELEMENT.findall(body), ""]
+            begin = _BEGIN.match(line)  # none where what tags trigger takes several lines
+            name, at = (name, 0) if begin is None else (begin[1], begin.end())
+            elements = [] if number in omitted else ["", *_ELEMENT.findall(line, at), ""]
             for before, element, after in zip(elements, elements[1:], elements[2:], strict=False):
                 if element[0] not in '"[({':
                     self._named[element].append((name, before, after))
 
     def of(self, rule: str) -> tuple[set[str], str]:
         """Return the characters that may come right before a rule, "" where an answer begins and " " where that is not
-        known, and those with which texts begin that come right after it."""
+        known or may be the rule itself, and those with which texts begin that come right after it."""
         after = {_text(after)[:1] for _, _, after in self._named[rule]}
+        above = self._above(rule)
+        if len(above) > _ABOVE or rule in above or any(one in self._above(one) for one in above):
+            return {" "}, ""  # it may have ever more readings
         return set(self._before(rule, set())), "".join(after)
+
+    def _above(self, rule: str) -> set[str]:
+        """Return the rules in which a rule stands, and those in which these stand."""
+        above, waiting = set[str](), [rule]
+        while waiting:
+            new = {within for within, _, _ in self._named[waiting.pop()]} - above
+            above |= new
+            waiting += new
+        return above
 
     def _before(self, rule: str, seen: set[str]) -> Iterator[str]:
         if rule in seen:

@@ -31,6 +31,7 @@ _UNREAD = (
 )  # fmt: skip
 # What is not closed goes on to its line's end: to look for that from each of many brackets would take the square.
 _EBNF = re.compile(r'"(?:[^"\\\n]|\\.)*"?|\[(?:[^\]\\\n]|\\.)*\]?|#[^\n]*|//[^\n]*|(?<![\w.-])ItemSet\s*\(\s*')
+_ESCAPED_WORD = re.compile(r"\\u00(?:[4-7][0-9a-fA-F]|2[0dD])")  # of a letter, _, - or a space
 _SLATE = 'such as {"item_set": "films", "n": 5, "separator": "\\n"}'
 GRAMMAR = 1 << 18  # characters of the grammar that xgrammar makes of it, with marks in place of the sets
 
@@ -41,7 +42,7 @@ def mentions(spec: Any) -> bool:
         text = spec if isinstance(spec, str) else json.dumps(spec, ensure_ascii=False)
     except RecursionError:
         return True
-    return says_set(text) or (text is spec and "\\u" in text)
+    return says_set(text) or (text is spec and _ESCAPED_WORD.search(text) is not None)
 
 
 class Marker:

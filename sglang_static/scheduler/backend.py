@@ -156,7 +156,8 @@ class StaticBackend:
         key: SGLang's word for its kind, and the constraint (constrained/base_grammar_backend.py).
         """
         kind = EBNF if key[0] == "full_assistant_ebnf" else key[0]
-        listed = self._alternations.get(kind, key[1])
+        refused = self._alternations.may_list(kind, key[1]) and compat.refuses(*key)
+        listed = None if refused else self._alternations.get(kind, key[1])
         return None if listed is None else StaticGrammar(lambda: Composite(*listed))
 
     def _check_room(self, scheduler: Any, request: Any, item_set: ItemSet) -> None:

@@ -29,7 +29,7 @@ from itemset.text import continues, encode
 from itemset.trie.rows import Rows
 
 REGEX = "regex"
-_KEPT = 128 << 20  # bytes of sets and characters of grammars that are kept for further requests
+_KEPT = 128 << 20  # bytes of sets and grammars that are kept for further requests
 _LEFT = 1 << 14  # what one that is left to xgrammar counts as
 _SLICE = 1_000  # texts encoded at once: between two slices other threads run
 
@@ -57,7 +57,7 @@ class LongAlternations:
 
     def get(self, kind: str, spec: str) -> Compiled | None:
         """Return what a `Composite` of the constraint begins with; None if xgrammar is to have it as it is."""
-        if not self._least or not self._may_list(kind, spec):
+        if not self._least or not self.may_list(kind, spec):
             return None
         key = hashlib.blake2b(f"{kind}:{spec}".encode("utf-8", "surrogatepass"), digest_size=16).digest()
         with self._lock:
@@ -72,7 +72,7 @@ class LongAlternations:
                 self._costs.pop(oldest, None)
         return compiled
 
-    def _may_list(self, kind: str, spec: str) -> bool:
+    def may_list(self, kind: str, spec: str) -> bool:
         """Return whether so many texts may be listed there: cheap."""
         if kind in (JSON, TAG):
             return '"enum"' in spec and spec.count('"') > 2 * self._least
@@ -96,7 +96,7 @@ class LongAlternations:
             "A constraint that lists %s texts has item sets in their place: %.2f s",
             ", ".join(f"{len(texts.texts):,}" for texts in found), perf_counter() - begin,
         )  # fmt: skip
-        return compiled, len(grammar) + sum(one.nbytes for one in sets)
+        return compiled, compiled[1].memory_size_bytes + sum(one.nbytes for one in sets)
 
     def _printed(self, kind: str, spec: str) -> str:
         if kind == JSON:
@@ -117,7 +117,9 @@ class LongAlternations:
             parts.append(ids)
             counts.append(np.diff(offsets))
         ids, offsets = np.concatenate(parts), np.cumsum(np.concatenate(counts))
-        special = [*getattr(tokenizer, "all_special_ids", ()), *range(vocabulary.size, int(ids.max()) + 1)]
+        added = getattr(tokenizer, "added_tokens_decoder", {}).items()
+        special = [*getattr(tokenizer, "all_special_ids", ()), *(token for token, one in added if one.special)]
+        special += range(vocabulary.size, int(ids.max()) + 1)
         mark = " " if found.at_start and not continues(tokenizer) else ""
         texts = [(mark + text).encode() for text in found.texts]
         if np.isin(ids, special).any() or not vocabulary.spells(ids, offsets, texts):

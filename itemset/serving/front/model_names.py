@@ -37,7 +37,9 @@ def take_set(body: Any, sets: Collection[str]) -> None:
     for word, text in parse_qsl(query, keep_blank_values=True):
         if word not in _WORDS or word == REFERENCE:
             raise RefusedError(
-                "wrong type", f"model {shown(model)}: there is no {shown(word)}, only {', '.join(_WORDS)}", "model"
+                "wrong type",
+                f"model {shown(model)}: there is no {shown(word)}, only {', '.join(_WORDS[:1] + _WORDS[2:])}",
+                "model",
             )
         value: Any = text
         with contextlib.suppress(ValueError):

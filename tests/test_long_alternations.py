@@ -159,15 +159,12 @@ def test_special_tokens_stay_with_xgrammar() -> None:
 
 def test_what_triggers_stands_before_a_list() -> None:
     """What tags trigger is printed on lines of its own."""
-    at, words = (
-        setting("llama"),
-        "foo | bar | baz".replace("foo", '"foo"').replace("bar", '"bar"').replace("baz", '"baz"'),
-    )
-    grammar = f'root ::= x | t\nt ::= TagDispatch(("<a>", y))\ny ::= x "</a>"\nx ::= {words}'
+    at = setting("llama")
+    grammar = 'root ::= x | t\nt ::= TagDispatch(("<a>", y))\ny ::= x "</a>"\nx ::= "foo" | "bar" | "baz"'
     compiled = lists("llama").get(EBNF, grammar)
-    if compiled is not None:
-        assert spells(at, Composite(*compiled), b"<a>foo</a>")
-        assert not spells(at, Composite(*compiled), b"<a> foo</a>")
+    assert compiled is not None
+    assert spells(at, Composite(*compiled), b"<a>foo</a>")
+    assert not spells(at, Composite(*compiled), b"<a> foo</a>")
 
 
 def test_many_at_once_where_little_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

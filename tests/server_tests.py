@@ -348,6 +348,7 @@ def test_a_set_by_the_models_name(server: HttpServer) -> None:
         bare = {"model": "tiny:one", "max_tokens": 200} | OPENAI[path]
         check_refused(server, path, bare | {"item_set": "labels"}, "the model names the set 'one'")
         check_refused(server, path, bare | {"model": "tiny:one?wdith=3"}, "there is no 'wdith'")
+        check_refused(server, path, bare | {"model": "tiny:onee"}, "did you mean 'one'?")
         assert server.post(path, bare | {"model": "tiny:no set"})[0] >= 400
     listed = {one["id"] for one in server.get("/v1/models")[1]["data"]}
     assert {"tiny", "tiny:one", "tiny:labels"} <= listed

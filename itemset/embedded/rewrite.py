@@ -130,6 +130,8 @@ class Marker:
             named = list(map(str, named))
         if not isinstance(named, str) and not (isinstance(named, list) and set(map(type, named)) == {str}):
             given = "an empty one" if named == [] else shown(named)
+            if isinstance(named, list) and int in map(type, named):
+                given = 'one with numbers: quote them, or write "type": "integer" for numbers alone'
             raise ItemSetError(f"{path}.{WORD} must be a set's name, or a list of texts, not {given}")
         selection = {key: node[key] for key in SELECTION if node.get(key) is not None}
         for key, value in selection.items():

@@ -1,6 +1,7 @@
 """A set by the model's name, `"model": "qwen3:films?list=10"`: for gateways that pass on no other field of ours."""
 
 import contextlib
+import difflib
 import json
 from collections.abc import Collection
 from typing import Any
@@ -26,6 +27,9 @@ def take_set(body: Any, sets: Collection[str]) -> None:
         return
     name, _, query = model.partition("?")
     base, _, name = name.rpartition(":")
+    if base and name not in sets and (meant := difflib.get_close_matches(name, sets, 1)):
+        message = f"model {shown(model)}: no item set is called {name!r}: did you mean {meant[0]!r}?"
+        raise RefusedError("unknown set", message, "model")
     if not base or name not in sets:
         return
     if body.get(REFERENCE) not in (None, name):

@@ -8,7 +8,7 @@ python benchmarks/choice.py --parts load --engine vllm-v1
 requests: a real vLLM engine (model runner V1, in one process, two of SmolLM2's layers, so that the forward pass hides
 little) for each backend and size: ms to the first token of a request with a new list, of later ones with the same
 list, and of one without; MiB that the list adds at its peak. With --forms the list is an `enum` in a JSON schema, or a
-regex (a|b|c), of which nobody said that it is a set.
+regex (a|b|c), and no item set is named.
 load: a real server gets many large lists at once, then equal ones, then one item of ten million characters, while
 others ask for /health, a set of two items that the server knows, and new ones.
 """

@@ -232,15 +232,22 @@ def json_options() -> dict[str, Any]:
     }
 
 
+def validate_schema(spec: str) -> None:
+    """Raises ValueError for a JSON schema that SGLang refuses with xgrammar (constrained/xgrammar_backend.py,
+    dispatch_json)."""
+    from sglang.srt.constrained.json_schema_validation import validate_xgrammar_json_schema
+
+    validate_xgrammar_json_schema(json.loads(spec))
+
+
 def refuses(kind: str, spec: str) -> bool:
     """Return whether SGLang itself refuses a constraint, before xgrammar sees it (constrained/base_grammar_backend.py,
-    _init_value_dispatch; xgrammar_backend.py, dispatch_json)."""
+    _init_value_dispatch)."""
     from sglang.srt.constrained.base_grammar_backend import _grammar_key_contains_nul
-    from sglang.srt.constrained.json_schema_validation import validate_xgrammar_json_schema
 
     try:
         if kind == "json":
-            validate_xgrammar_json_schema(json.loads(spec))
+            validate_schema(spec)
     except ValueError:
         return True
     return bool(_grammar_key_contains_nul(kind, spec))

@@ -103,7 +103,7 @@ def test_a_response_has_its_item_beside_its_output():
 
 def test_a_fault_of_ours_costs_the_server_of_another_backend_nothing():
     """The body is the one that was parsed. A refusal is HTTP 400, whichever backend is chosen."""
-    refusal = pytest.importorskip("fastapi").HTTPException
+    refusal = pytest.importorskip("fastapi", reason="either engine installs FastAPI").HTTPException
     hook, happens, parsed = Hooks("now"), [TypeError("a fault of ours")], list[Any]()
 
     class Checking(http_bodies.BodyMiddleware):

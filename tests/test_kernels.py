@@ -31,7 +31,7 @@ from itemset.trie.walk import advance as host_advance
 
 VOCABULARY = 70
 MODULES = {"numba": cpu_kernels, "triton": triton_kernels}
-numba = pytest.mark.skipif(DEVICE != "cpu", reason="for CPUs")
+numba = pytest.mark.skipif(DEVICE != "cpu", reason="Numba's kernels run on CPUs alone")
 
 
 @pytest.fixture(params=[MODULES[name] for name in KERNELS], ids=KERNELS)

@@ -20,9 +20,9 @@ from tokenizers import AddedToken
 
 from itemset.embedded.composite_grammar import Composite
 from itemset.embedded.printed import long_alternations
-from itemset.serving.constraint import EBNF, JSON, LARK, TAG
+from itemset.serving.constraint import EBNF, JSON, LARK, REGEX, TAG
 from itemset.serving.engine import long_alternations as of_engine
-from itemset.serving.engine.long_alternations import REGEX, LongAlternations
+from itemset.serving.engine.long_alternations import LongAlternations
 
 LETTERS = [*"ab éÿ中😀0f|]},'/", '"', "\\", "\n", "\x7f", "\u2028"]
 BLANKS = re.compile(r'(?<=[{:])\s+|\s+(?=})|(?<=")\s+(?=:)')

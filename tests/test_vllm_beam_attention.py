@@ -18,7 +18,7 @@ from torch import Tensor
 
 TRITON: dict[str, Any] = {"attention_config": {"backend": "TRITON_ATTN"}, "prepare": take_triton_attention}
 ON_GPU = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
-ON_CPU = pytest.mark.skipif(DEVICE != "cpu", reason="of CPUs")
+ON_CPU = pytest.mark.skipif(DEVICE != "cpu", reason="vLLM's attention for CPUs")
 
 
 @pytest.mark.parametrize(

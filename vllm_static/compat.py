@@ -79,6 +79,15 @@ def vocabulary_of(vllm_config: Any, tokenizer: Any) -> Any:
     return Vocabulary(backend.compiler.compile_grammar('root ::= ""').tokenizer_info)  # which the compiler hides
 
 
+def kind_of_grammar(text: str) -> str:
+    """Return whether vLLM takes a grammar for EBNF or for Lark: a kind of `itemset.serving.constraint`."""
+    from vllm.v1.structured_output.utils import grammar_is_likely_lark
+
+    from itemset.serving.constraint import EBNF, LARK
+
+    return LARK if grammar_is_likely_lark(text) else EBNF
+
+
 def json_options(vllm_config: Any) -> dict[str, Any]:
     """Return how vLLM has xgrammar read schemas (v1/structured_output/backend_xgrammar.py, compile_grammar)."""
     tight = vllm_config.structured_outputs_config.disable_any_whitespace

@@ -16,7 +16,7 @@ from itemset.masking.batch import LOCAL, Batch
 from itemset.masking.slots import Slots
 from itemset.trie.walk import END
 
-FEW = 32  # a row's children are few if the vocabulary has so many times more: then they alone are read
+FEW = 32  # where the vocabulary is at least this many times larger than a row's children, only their logits are read
 
 
 class ItemSetLogitsProcessor(LogitsProcessor):

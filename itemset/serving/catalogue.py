@@ -8,7 +8,7 @@ import difflib
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -83,6 +83,12 @@ class InlineSet:
     def ref(self) -> SetRef:
         """Return what a request with this set carries: requests with equal sets then share its bytes."""
         return SetRef(self.reference, self.index, None if self.base is None else self.base.ref)
+
+
+def alike(name: str, names: Collection[str]) -> str | None:
+    """Return the one of some names that is most like another one, None if none is."""
+    # A comparison takes its time, and a name of twice the length is not alike.
+    return next(iter(difflib.get_close_matches(name[: 2 * max(map(len, names), default=0)], names, 1)), None)
 
 
 class Catalogue:
@@ -244,10 +250,8 @@ class Catalogue:
             called = f"version {version[:12]} of item set {name!r}"
             return RefusedError("unknown set", f"{called} is no longer loaded: retry the request")
         names = sorted(self.registered)
-        # A comparison takes its time, and a name of twice the length is not alike.
-        alike = difflib.get_close_matches(reference[: 2 * max(map(len, names), default=0)], names, 1)
-        if alike:
-            hint = f"did you mean {alike[0]!r}?"
+        if meant := alike(reference, names):
+            hint = f"did you mean {meant!r}?"
         elif names:
             hint = "it has " + ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
         else:

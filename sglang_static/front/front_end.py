@@ -1,13 +1,10 @@
 """The front end: a request's item set is found, checked and attached to it before a scheduler sees it."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
-
-from sglang.srt.constrained.json_schema_validation import validate_xgrammar_json_schema
 
 from itemset.embedded.holes import Vocabulary
 from itemset.serving.catalogue import RefusedError
@@ -36,9 +33,9 @@ class FrontEnd(FrontEndBase):
 
     @staticmethod
     def validate(kind: str, spec: str) -> None:
-        """Raises ValueError for what SGLang refuses with xgrammar (constrained/xgrammar_backend.py, dispatch_json)."""
+        """Raises ValueError for what SGLang refuses with xgrammar."""
         if kind == JSON:
-            validate_xgrammar_json_schema(json.loads(spec))
+            compat.validate_schema(spec)
 
     def __init__(self, manager: Any) -> None:
         config, model = StaticConfig.of(compat.options()), manager.model_config

@@ -19,7 +19,6 @@ from vllm.v1.structured_output.backend_types import (
     StructuredOutputOptions,
 )
 from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
-from vllm.v1.structured_output.utils import grammar_is_likely_lark
 
 from itemset import ItemSetError
 from itemset.embedded.composite_grammar import Composite
@@ -28,9 +27,9 @@ from itemset.masking.arena import Place
 from itemset.masking.host import HostState, fill_bitmasks, forced_tokens
 from itemset.serving.catalogue import Catalogue
 from itemset.serving.config import StaticConfig
-from itemset.serving.constraint import EBNF, ENVELOPE, JSON, LARK, TAG
+from itemset.serving.constraint import EBNF, ENVELOPE, JSON, REGEX, TAG
 from itemset.serving.engine.grammars import Grammars
-from itemset.serving.engine.long_alternations import REGEX, LongAlternations
+from itemset.serving.engine.long_alternations import LongAlternations
 from itemset.serving.engine.version_rollout import Preparer
 from itemset.serving.metrics import label
 from itemset.serving.warm_up import compile_all
@@ -177,8 +176,8 @@ class StaticBackend(StructuredOutputBackend):
             shared = self._grammars.get(grammar_spec, self._catalogue.__getitem__)
             return StaticGrammar(lambda: Composite(*shared.get(), stops))
         kind = _KINDS.get(request_type, "")
-        if kind == EBNF and grammar_is_likely_lark(grammar_spec):
-            kind = LARK
+        if kind == EBNF:
+            kind = compat.kind_of_grammar(grammar_spec)
         if (listed := self._alternations.get(kind, grammar_spec)) is not None:
             return StaticGrammar(lambda: Composite(*listed, stops))
         if request_type != StructuredOutputOptions.CHOICE:

@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 
-from itemset.serving.constraint import EBNF, JSON, LARK, SLATE, TAG
+from itemset.serving.constraint import JSON, SLATE, TAG
 from itemset.serving.front.lost_fields import holds_sets, undisguised
 from itemset.serving.front.request import BENDING, UNSAID, ItemRequest, candidates, wants_candidates
 
@@ -14,6 +14,7 @@ from itemset.serving.front.request_fields import (  # isort: skip
     ATTRIBUTES, DRAWN, LIST, NO_ATTRIBUTES, OPTIONS, REFERENCE, STRUCTURED, WORDS, attributes_asked, wrong_type,
 )  # fmt: skip
 from itemset.serving.wire import WIRE, EngineRequest
+from vllm_static import compat
 
 _READ = {*WORDS, *OPTIONS, *DRAWN, LIST}
 
@@ -100,9 +101,7 @@ def constraint_of(params: Any) -> tuple[str, Any] | None:
     if structured.structural_tag is not None:
         return TAG, undisguised(structured.structural_tag)
     if isinstance(structured.grammar, str):
-        from vllm.v1.structured_output.utils import grammar_is_likely_lark
-
-        return LARK if grammar_is_likely_lark(structured.grammar) else EBNF, structured.grammar
+        return compat.kind_of_grammar(structured.grammar), structured.grammar
     return None
 
 

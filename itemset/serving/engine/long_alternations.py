@@ -1,4 +1,4 @@
-"""Constraints that list very many texts, for which nobody made a set: the engine makes one in the place of each list.
+"""Constraints that list thousands of texts and name no item set: the engine builds one in the place of each list.
 
 An `enum` of 5,000 texts in a JSON schema, a regex `(a|b|c)`, a rule of a grammar: xgrammar takes seconds for what is a
 set. The grammar with holes in these places allows the same answers, and a request is never refused for it.
@@ -16,26 +16,23 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
-import xgrammar
-from numpy.typing import NDArray
 
 from itemset.embedded.holes import Hole, Items, Once, Vocabulary
 from itemset.embedded.printed import Texts, long_alternations, printed
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet, build
-from itemset.serving.constraint import JSON, LARK, TAG
+from itemset.serving.constraint import JSON, TAG, parsed
 from itemset.serving.engine.grammars import Compiled
-from itemset.text import continues, encode
-from itemset.trie.rows import Rows
+from itemset.text import Escape, continues, encode
+from itemset.trie.rows import Rows, joined
 
-REGEX = "regex"
 _KEPT = 128 << 20  # bytes of sets and grammars that are kept for further requests
 _LEFT = 1 << 14  # what one that is left to xgrammar counts as
 _SLICE = 1_000  # texts encoded at once: between two slices other threads run
 
 
 class LongAlternations:
-    """Those of one engine core or scheduler. Safe for threads."""
+    """The long alternations of one engine core or scheduler, and the sets in their places. Safe for threads."""
 
     def __init__(
         self, vocabulary: Callable[[], Vocabulary], tokenizer: Any, least: int, options: Mapping[str, Any],
@@ -73,7 +70,7 @@ class LongAlternations:
         return compiled
 
     def may_list(self, kind: str, spec: str) -> bool:
-        """Return whether so many texts may be listed there: cheap."""
+        """Return whether a constraint is long enough to list more than `least` texts. Counts characters alone."""
         if kind in (JSON, TAG):
             return '"enum"' in spec and spec.count('"') > 2 * self._least
         return spec.count("|") >= self._least
@@ -81,7 +78,9 @@ class LongAlternations:
     def _try(self, kind: str, spec: str) -> tuple[Compiled | None, int]:
         begin = perf_counter()
         try:
-            grammar, found = long_alternations(self._printed(kind, spec), self._least, self._vocabulary().first)
+            grammar, found = long_alternations(
+                printed(parsed(kind, spec, self._options)), self._least, self._vocabulary().first
+            )
             if not found:
                 return None, _LEFT
             vocabulary, sets = self._vocabulary(), [self._set(one) for one in found]
@@ -98,30 +97,17 @@ class LongAlternations:
         )  # fmt: skip
         return compiled, compiled[1].memory_size_bytes + sum(one.nbytes for one in sets)
 
-    def _printed(self, kind: str, spec: str) -> str:
-        if kind == JSON:
-            return printed(xgrammar.Grammar.from_json_schema(spec, **self._options))
-        if kind == TAG:
-            return printed(xgrammar.Grammar.from_structural_tag(spec))
-        if kind == REGEX:
-            return printed(xgrammar.Grammar.from_regex(spec))
-        return printed(xgrammar.Grammar.from_lark(spec) if kind == LARK else xgrammar.Grammar.from_ebnf(spec))
-
     def _set(self, found: Texts) -> ItemSet:
         """Raises ItemSetError for special tokens, which answers leave out, and texts that tokens do not give back."""
         tokenizer, vocabulary = self._tokenizer.get(), self._vocabulary()
-        parts, counts = list[NDArray[np.int32]](), [np.zeros(1, np.int64)]
-        for start in range(0, len(found.texts), _SLICE):
-            part = found.texts[start : start + _SLICE]
-            ids, offsets = encode(part, tokenizer, escape=None if found.at_start else "text")
-            parts.append(ids)
-            counts.append(np.diff(offsets))
-        ids, offsets = np.concatenate(parts), np.cumsum(np.concatenate(counts))
+        escape: Escape | None = None if found.at_start else "text"
+        slices = (found.texts[start : start + _SLICE] for start in range(0, len(found.texts), _SLICE))
+        rows = joined([Rows(*encode(part, tokenizer, escape=escape)) for part in slices])
         added = getattr(tokenizer, "added_tokens_decoder", {}).items()
         special = [*getattr(tokenizer, "all_special_ids", ()), *(token for token, one in added if one.special)]
-        special += range(vocabulary.size, int(ids.max()) + 1)
+        special += range(vocabulary.size, int(rows.tokens.max()) + 1)
         mark = " " if found.at_start and not continues(tokenizer) else ""
         texts = [(mark + text).encode() for text in found.texts]
-        if np.isin(ids, special).any() or not vocabulary.spells(ids, offsets, texts):
+        if np.isin(rows.tokens, special).any() or not vocabulary.spells(rows.tokens, rows.offsets, texts):
             raise ItemSetError("some texts have special tokens, or the tokenizer does not give them back")
-        return build(Rows(ids, offsets))
+        return build(rows)

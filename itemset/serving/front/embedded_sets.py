@@ -21,7 +21,7 @@ from itemset.embedded.rewrite import Marker
 from itemset.errors import ItemSetError, shown
 from itemset.item_set import ItemSet
 from itemset.serving.catalogue import InlineSet, Opened, RefusedError
-from itemset.serving.constraint import JSON, LARK, SLATE, SMALL, TAG, Constraint, SetHole
+from itemset.serving.constraint import JSON, SLATE, SMALL, TAG, Constraint, SetHole, parsed
 from itemset.serving.front.admission import Checks
 from itemset.serving.front.lost_fields import is_small, may_hold
 from itemset.serving.front.request import ItemRequest
@@ -39,7 +39,7 @@ def _marked(marker: Marker, kind: str, spec: Any, options: Mapping[str, Any]) ->
         return marker.tag(spec)
     if kind == SLATE:
         return marker.slate(spec)
-    return marker.ebnf(spec, xgrammar.Grammar.from_lark if kind == LARK else xgrammar.Grammar.from_ebnf)
+    return marker.ebnf(spec, partial(parsed, kind, options=options))
 
 
 def _asked(place: Place, serving: Mapping[str, Opened]) -> ItemRequest:

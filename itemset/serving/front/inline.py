@@ -19,7 +19,7 @@ from itemset.serving.catalogue import Catalogue, InlineSet, RefusedError
 from itemset.serving.config import ModelLimits, StaticConfig, Words
 from itemset.serving.wire import INLINE
 from itemset.text import BATCH, Escape, encode, named
-from itemset.trie.rows import MAX_ITEM_TOKENS, Rows
+from itemset.trie.rows import MAX_ITEM_TOKENS, Rows, joined
 
 logger = logging.getLogger(__name__)
 
@@ -206,16 +206,14 @@ class InlineTexts:
 
     def _encode(self, reference: str, texts: list[str], escape: Escape | None) -> Steps:
         """Encode the texts slice by slice, and build their set. Raises ItemSetError that names the first bad item."""
-        tokens: list[NDArray[np.int32]] = []
-        lengths: list[NDArray[np.int64]] = [np.zeros(1, np.int64)]
+        rows = list[Rows]()
         for start, part in _slices(texts):
             ids, offsets = encode(part, self._tokenizer, before=start, name=NAME, escape=escape)
-            tokens.append(ids)
-            lengths.append(np.diff(offsets))
+            rows.append(Rows(ids, offsets))
             self._on_encoded(len(part))
             self._check(start, part, ids, offsets)
             yield sum(map(len, part)) + TEXT_COST * len(part)
-        item_set = build(Rows(np.concatenate(tokens), np.cumsum(np.concatenate(lengths))))
+        item_set = build(joined(rows))
         return InlineSet.from_index(reference, item_set.to_bytes(), token_ids=True)
 
     def _check(self, start: int, texts: list[str], tokens: NDArray[np.int32], offsets: NDArray[np.int64]) -> None:

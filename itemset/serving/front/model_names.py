@@ -1,7 +1,6 @@
 """A set by the model's name, `"model": "qwen3:films?list=10"`: for gateways that pass on no other field of ours."""
 
 import contextlib
-import difflib
 import json
 from collections.abc import Collection
 from typing import Any
@@ -10,7 +9,7 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from itemset.errors import shown
-from itemset.serving.catalogue import RefusedError
+from itemset.serving.catalogue import RefusedError, alike
 from itemset.serving.front.request_fields import BEAMS, DRAWN, LIST, OF_ITEMS, OF_SET, OPTIONS, REFERENCE
 
 _WORDS = (LIST, *dict.fromkeys((*OF_SET, *OF_ITEMS, *OPTIONS, *DRAWN)))
@@ -27,8 +26,8 @@ def take_set(body: Any, sets: Collection[str]) -> None:
         return
     name, _, query = model.partition("?")
     base, _, name = name.rpartition(":")
-    if base and name not in sets and (meant := difflib.get_close_matches(name, sets, 1)):
-        message = f"model {shown(model)}: no item set is called {name!r}: did you mean {meant[0]!r}?"
+    if base and name not in sets and (meant := alike(name, sets)):
+        message = f"model {shown(model)}: no item set is called {name!r}: did you mean {meant!r}?"
         raise RefusedError("unknown set", message, "model")
     if not base or name not in sets:
         return

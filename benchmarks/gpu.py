@@ -59,7 +59,7 @@ def command_of(step: str) -> list[str]:
         return [tool, "--tool", step, "--error-exitcode", "9", *steps, "golden", golden]
     if step == "ncu":
         tool = shutil.which("ncu") or "/usr/local/cuda/bin/ncu"
-        return [tool, "--csv", "--metrics", NCU, "--kernel-name", "regex:_kernel", *steps, "launches"]
+        return [tool, "--csv", "--clock-control", "none", "--metrics", NCU, "--kernel-name", "regex:_kernel", *steps, "launches"]
     return [*steps, step, golden]
 
 

@@ -44,6 +44,7 @@ NEEDS_PACK = ("smoke", "unpack", "engine", "memcheck", "initcheck")
 INTERPRETED = ("smoke", "cells", "rounds")
 STARTED = 5  # seconds that a step is given beyond what is left
 NCU = "gpu__time_duration.sum,dram__bytes_read.sum,dram__bytes_write.sum,launch__registers_per_thread"
+OURS = "regex:^(_walk|_mask|log_sums|ended|candidates|select|follow|merge)_kernel"
 
 
 def command_of(step: str) -> list[str]:
@@ -59,7 +60,8 @@ def command_of(step: str) -> list[str]:
         return [tool, "--tool", step, "--error-exitcode", "9", *steps, "golden", golden]
     if step == "ncu":
         tool = shutil.which("ncu") or "/usr/local/cuda/bin/ncu"
-        return [tool, "--csv", "--clock-control", "none", "--metrics", NCU, "--kernel-name", "regex:_kernel", *steps, "launches"]
+        kept = ["--clock-control", "none", "--metrics", NCU, "--kernel-name", OURS]
+        return [tool, "--csv", *kept, *steps, "launches"]
     return [*steps, step, golden]
 
 

@@ -225,7 +225,8 @@ def check_lists(device: str, factor: float = 1) -> None:
                 ]
                 for length in lengths
             ]
-            with constants(expand, **(small if seed % 2 else {})):
+            # In float32, sums of thousands of exponentials by a few lanes would differ more than is near.
+            with constants(expand, **(small if seed % 2 and vocabulary == 60 else {})):
                 run = compared(
                     sets, device, seed=seed, vocabulary=vocabulary, padding=seed % 3,
                     dtype=(torch.float32, torch.bfloat16, torch.float16)[seed % 3],

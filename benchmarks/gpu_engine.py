@@ -44,26 +44,26 @@ class Size:
     sets: tuple[tuple[str, int, int, int], ...] = (("items", 8, 2_048, 1), ("ids", 3, 8_192, 3))
     count: int = 1_000_000
     model: tuple[int, int, int, int, int, int] = (2_048, 6_144, 28, 16, 8, 128)  # Qwen3-1.7B's
-    rows: int = 512
+    rows: tuple[int, ...] = (512, 64)
     prompt: int = 16
     steps: int = 8
-    repeats: int = 3
+    repeats: int = 5
     lists: tuple[tuple[int, int], ...] = ((64, 1_000), (256, 1_000), (256, 100), (5_000, 1_000))
 
 
 TINY = os.environ.get("STATIC_GPU_TINY") == "1"
 SIZE = Size()
 LOAD: dict[str, Any] = {
-    "load_format": "dummy", "max_model_len": 2_048, "max_num_seqs": SIZE.rows, "max_num_batched_tokens": 16_384,
+    "load_format": "dummy", "max_model_len": 2_048, "max_num_seqs": SIZE.rows[0], "max_num_batched_tokens": 16_384,
     "gpu_memory_utilization": 0.6, "enable_prefix_caching": False, "dtype": "bfloat16",
     "attention_backend": "FLASH_ATTN",
     "compilation_config": {
-        "mode": 0, "cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": [1, 64, 256, SIZE.rows],
+        "mode": 0, "cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": [1, 64, 256, SIZE.rows[0]],
     },
 }  # fmt: skip
 if TINY:
     sets = (("items", 8, 20, 1), ("ids", 3, 40, 3))
-    SIZE = Size(2_000, 1_000, sets, 3_000, (64, 64, 2, 2, 1, 32), 4, 16, 8, 1, ((4, 20),))
+    SIZE = Size(2_000, 1_000, sets, 3_000, (64, 64, 2, 2, 1, 32), (4,), 16, 8, 1, ((4, 20),))
     LOAD = {"load_format": "dummy", "max_model_len": 256, "max_num_seqs": 8, "dtype": "float32", "enforce_eager": True}
 
 
@@ -148,16 +148,17 @@ def measure() -> None:
     began = time.perf_counter()
     llm, backend = _engine()
     say({"way": "start", "seconds": time.perf_counter() - began, "attention": backend})
-    none = 0.0
     ways = {
         "none": {}, "device": {}, "narrow": {"narrow": True}, "children": {"children": True},
         "narrow, children": {"narrow": True, "children": True}, "host": {"host": True},
     }  # fmt: skip
-    for way, switches in ways.items():
-        with reported(way), switched(llm, **switches):
-            row = _answers(llm, None if way == "none" else "items")
-            none = none or row["ms a step"]
-            say({"way": way, **row, "of none": row["ms a step"] / none})
+    for count in SIZE.rows:
+        none = 0.0
+        for way, switches in ways.items():
+            with reported(way), switched(llm, **switches):
+                row = _answers(llm, None if way == "none" else "items", count)
+                none = none or row["ms a step"]
+                say({"way": way, **row, "of none": row["ms a step"] / none})
     for width, tokens in SIZE.lists:
         for graphs in (False,) if TINY else (False, True):
             with reported(f"list of {width}"), switched(llm, graphs=graphs):
@@ -184,7 +185,7 @@ def _engine() -> tuple[Any, str]:
 
     ModelRegistry.register_model("Qwen3ForCausalLM", Qwen3ForCausalLM)  # saves a process that only looks at it
     more = {"item_sets": {name: str(HOME / f"{name}.itemset") for name, *_ in SIZE.sets}, "item_set_narrow_head": "on"}
-    more["ranked_list_beams"] = max(width for width, _ in SIZE.lists)
+    more["ranked_list_beams"] = more["ranked_list_limit"] = max(width for width, _ in SIZE.lists)
     given = {"structured_outputs_config": {"backend": "static"}, "additional_config": more, **LOAD}
     try:
         return LLM(str(MODEL), **given), given.get("attention_backend", "as it is")
@@ -227,39 +228,70 @@ def switched(
         sets.narrow.why_not, sets.child_sampling, backend._device = before
 
 
-def _answers(llm: Any, name: str | None) -> dict[str, Any]:
-    """Milliseconds of a decoding step of all rows: of runs of some steps, less those of a run of one."""
+def _answers(llm: Any, name: str | None, count: int) -> dict[str, Any]:
+    """Milliseconds of a decoding step of so many rows: of the last steps, in which nothing is added or begun."""
     from vllm import SamplingParams
 
-    prompts: Any = [
-        {"prompt_token_ids": [3 + (i * 31 + j) % 900 for j in range(SIZE.prompt)]} for i in range(SIZE.rows)
-    ]
+    prompts: Any = [{"prompt_token_ids": [3 + (i * 31 + j) % 900 for j in range(SIZE.prompt)]} for i in range(count)]
     extra = {"extra_args": {"item_set": name}} if name else {}
+    params = SamplingParams(temperature=1.0, max_tokens=SIZE.steps, ignore_eos=True, detokenize=False, **extra)
 
-    def run(tokens: int) -> tuple[float, list[Any]]:
-        params = SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True, detokenize=False, **extra)
+    def run() -> tuple[float, float, list[Any]]:
         began = time.perf_counter()
-        found = llm.generate(prompts, params, use_tqdm=False)
-        return time.perf_counter() - began, found
+        llm.enqueue(prompts, params, use_tqdm=False)
+        times, found = [time.perf_counter()], list[Any]()
+        while llm.llm_engine.has_unfinished_requests():
+            found += llm.llm_engine.step()
+            times.append(time.perf_counter())
+        return times[-1] - times[1 - SIZE.steps], times[0] - began, found
 
-    run(SIZE.steps)  # whatever is compiled or recorded at a first use
-    short, long = (median(run(tokens)[0] for _ in range(SIZE.repeats)) for tokens in (1, SIZE.steps))
-    seconds, found = (long - short) / (SIZE.steps - 1), run(SIZE.steps)[1]
+    run()  # whatever is compiled or recorded at a first use
+    steps_before = dict(_sets(llm).narrow.steps)
+    seconds, adding, found = zip(*(run() for _ in range(SIZE.repeats)), strict=True)
+    step = median(seconds) / (SIZE.steps - 2)
     row = {
-        "rows": SIZE.rows,
-        "ms a step": seconds * 1e3,
-        "tokens a second": SIZE.rows / seconds,
-        "prefill, ms": short * 1e3,
+        "rows": count,
+        "ms a step": step * 1e3,
+        "least": min(seconds) / (SIZE.steps - 2) * 1e3,
+        "tokens a second": count / step,
+        "us to add a request": median(adding) / count * 1e6,
+        **_on_the_device(run, SIZE.steps),
     }
     if name:
         import itemset
 
         item_set = itemset.load(HOME / f"{name}.itemset")
-        answers = [list(one.outputs[0].token_ids) for one in found]
+        answers = [list(one.outputs[0].token_ids) for one in found[-1]]
         row["illegal"] = int((item_set.lookup(answers) < 0).sum())
-        steps: Any = _sets(llm).narrow.steps
-        row["steps"] = dict(steps)
+        now: Any = _sets(llm).narrow.steps
+        row["steps"] = {why: more for why in now if (more := now[why] - steps_before.get(why, 0))}
     return row
+
+
+def _on_the_device(work: Callable[[], Any], steps: int) -> dict[str, Any]:
+    """How long the device is busy, in ms a step, and the kernels that take most of it, in us a step.
+
+    On a CPU nothing. The host's functions that take longest go to the log.
+    """
+    import cProfile
+    import pstats
+
+    import torch
+
+    with cProfile.Profile() as host:
+        work()
+    pstats.Stats(host, stream=sys.stderr).sort_stats("tottime").print_stats(25)
+    if not torch.cuda.is_available():
+        return {}
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        work()
+        torch.cuda.synchronize()
+    spent = {one.key: one.self_device_time_total for one in profile.key_averages() if one.self_device_time_total}
+    longest = sorted(spent.items(), key=lambda one: -one[1])[:12]
+    return {
+        "busy, ms a step": sum(spent.values()) / steps / 1e3,
+        "kernels": {name[:70]: round(spent / steps, 1) for name, spent in longest},
+    }
 
 
 def _lists(llm: Any, width: int, tokens: int) -> dict[str, Any]:
@@ -290,9 +322,10 @@ def _lists(llm: Any, width: int, tokens: int) -> dict[str, Any]:
 
     legal = itemset.load(HOME / "ids.itemset").lookup([list(item) for item in items]) >= 0
     first, *later = times
+    again = _on_the_device(lambda: llm.beam_search([prompt], params), 1)
     return {
         "ms": median(later[1:]), "first, ms": first, "items": len(items), "distinct": len(set(items)),
-        "illegal": int((~legal).sum()), "passes inside a step": passes,
+        "illegal": int((~legal).sum()), "passes inside a step": passes, **again,
     }  # fmt: skip
 
 

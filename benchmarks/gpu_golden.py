@@ -279,12 +279,15 @@ def compare(call: Call, result: Any, given: tuple[Any, ...], made: Any) -> tuple
         from itemset.ranking.beam_state import NOTHING
 
         pairs = [(keys, expected), (places[expected != NOTHING], at[expected != NOTHING])]
+    from itemset.ranking.beam_state import BOOST, COLUMNS, LOG, SCORE
+
     differ, largest = 0, 0.0
     for one, other in pairs:
-        if one.dtype == torch.int64 and call["name"] == "follow" and one.dim() == 3 and len(one) == 8:
-            ours, theirs = one[1:3].view(torch.float64), other[1:3].view(torch.float64)
-            one, other = one[[0, *range(3, 8)]], other[[0, *range(3, 8)]]
-            largest = max(largest, _apart(ours, theirs))
+        if call["name"] == "follow" and len(one) == COLUMNS:  # the table: some of its columns hold the bits of floats
+            floats = [SCORE, LOG, BOOST]
+            whole = [column for column in range(COLUMNS) if column not in floats]
+            largest = max(largest, _apart(one[floats].view(torch.float64), other[floats].view(torch.float64)))
+            one, other = one[whole], other[whole]
         if one.is_floating_point() and call["of"] != "masking":
             largest = max(largest, _apart(one, other))
         else:

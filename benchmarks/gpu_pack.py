@@ -39,10 +39,10 @@ MOST_BYTES = 57_000_000  # of the pack: with this project's files it has to stay
 PYTHON, CAPABILITY = "3.12", 90
 WHEELS = [  # that vLLM and the plugin need there; fastapi below 0.137, which wants opentelemetry
     "annotated-types", "apache-tvm-ffi", "astor", "blake3", "cachetools", "cbor2", "compressed-tensors", "depyf",
-    "diskcache", "distro", "fastapi<0.137", "gguf", "httpcore2", "httpx2", "ijson", "jiter", "lark", "llguidance",
-    "loguru", "msgspec", "openai", "oss-harmony", "partial-json-parser", "platformdirs",
-    "prometheus-fastapi-instrumentator", "pybase64", "pydantic", "pydantic-core", "python-json-logger", "pyzmq",
-    "setproctitle", "sniffio", "starlette", "truststore", "typing-inspection", "watchfiles", "xgrammar",
+    "diskcache", "distro", "fastapi<0.137", "gguf", "httpcore2", "httpx2", "ijson", "interegular", "jiter", "lark",
+    "llguidance", "lm-format-enforcer", "loguru", "msgspec", "openai", "oss-harmony", "partial-json-parser",
+    "platformdirs", "prometheus-fastapi-instrumentator", "pybase64", "pydantic", "pydantic-core", "python-json-logger",
+    "pyzmq", "setproctitle", "sniffio", "starlette", "truststore", "typing-inspection", "watchfiles", "xgrammar",
 ]  # fmt: skip
 MACHINE = [  # what such a machine has, of all that the steps import
     "torch==2.11.0", "transformers==5.17.0", "tokenizers==0.23.2", "accelerate", "aiohttp", "cloudpickle", "einops",

@@ -133,7 +133,7 @@ def form_of(name: str) -> Form:
     return Form(kernel, types, constants, warps)
 
 
-ALIGNED = ("words", "sets", "logits", "logits_stride", "vocabulary")  # as Triton finds them: multiples of 16
+ALIGNED = ("words", "sets", "logits")  # as Triton finds them: multiples of 16. The vocabulary may be odd
 
 
 def stores(architecture: int) -> Iterator[str]:

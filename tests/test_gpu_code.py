@@ -33,7 +33,7 @@ def test_every_kernel_compiles_for_a_gpu(architecture: int) -> None:
 
 @pytest.mark.slow
 def test_logits_of_16_bits_are_written_16_bytes_at_once() -> None:
-    """Rows without a ready mask, and the parts of those with one in which nothing stays; no register spills."""
+    """Rows without a ready mask, what stays of one's and all else of one's; whatever the vocabulary; nothing spills."""
     script = Path(__file__).parent / "compile_kernels.py"
     environment = os.environ | {"TRITON_INTERPRET": "0"}
     command = [sys.executable, script, "90", "stores"]

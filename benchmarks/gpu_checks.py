@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -26,7 +26,7 @@ from itemset.masking.slots import Slots
 
 VOCABULARY, STOP = 2_048, 0
 STEPS = 300
-BUSY = 200_000  # clock cycles by which a step is held up, so that copies meet steps in flight
+BUSY = 2_000_000  # clock cycles by which a step is held up, so that copies meet steps in flight: a host copies slowly
 
 
 class Unordered(Copies):
@@ -175,11 +175,12 @@ class Replayed(Slots):
         logits.copy_(self.logits[: len(logits)])
 
 
-def checks(device: str, factor: float = 1) -> None:
+def checks(device: str, factor: float = 1, late: Callable[[], bool] = lambda: False) -> dict[str, int]:
     """Every step of random schedules of requests, against Numba and a dict trie. AssertionError at a difference.
 
-    factor: how many times as many steps as usual.
+    factor: how many times as many steps as usual. late: asked before each schedule whether to stop.
     """
+    checked = 0
     schedule, kernels = from_tests("schedule"), triton_kernels
     slow = device == "cpu"  # Triton's interpreter takes milliseconds for each row of a launch
     # Few tokens are many chunks, and a node is read in many parts.
@@ -193,22 +194,27 @@ def checks(device: str, factor: float = 1) -> None:
         with constants(kernels, **values), constants(schedule, VOCABULARY=vocabulary, PADDED=vocabulary + 5):
             shape = {"max_rows": schedule.MOST_ROWS, "max_stop_tokens": schedule.STOPS}
             for window in (False, True):
+                if late():
+                    return {"rows": checked}
                 engine = schedule.Schedule(vocabulary, kernels="triton", device=device, window=window)
                 engine.slots = Compared(engine.arena, schedule.SLOTS, **shape)
                 engine.slots.sets = engine.sets
                 engine.run(round(steps * factor))
+                checked += engine.checked
                 report(f"{engine.checked:,} rows agree with Numba and with the oracle", vocabulary, values)
             engine = schedule.Schedule(vocabulary + 1, kernels="triton", device=device)
             fixed = {"width": schedule.WIDTH, "vocabulary": schedule.PADDED}
             engine.slots = Replayed(engine.arena, schedule.SLOTS, **shape, **fixed)
             engine.run(round((steps if slow else 350) * factor))
             how = "on fixed tensors" if slow else "of replayed graphs"
+            checked += engine.checked
             report(f"{engine.checked:,} rows {how} agree with the oracle", vocabulary, values)
+    return {"rows": checked}
 
 
-def check_lists(device: str, factor: float = 1) -> None:
+def check_lists(device: str, factor: float = 1, late: Callable[[], bool] = lambda: False) -> dict[str, int]:
     """Random searches of ranked lists, each function of each round in Triton against Numba. AssertionError at a
-    difference."""
+    difference. late: as of `checks`."""
     compared = from_tests("compared_lists").compared
     expand = importlib.import_module("itemset.ranking.triton_kernels")
     slow = device == "cpu"
@@ -216,6 +222,8 @@ def check_lists(device: str, factor: float = 1) -> None:
     draw, calls = random.Random(0), 0
     for seed in range(round((2 if slow else 60) * factor)):
         for options in ({}, {"renormalised": True}, {"stepwise": True}, {"lockstep": True}, {"races": True}):
+            if late():
+                return {"calls": calls}
             vocabulary, items, most = (60, 30, 5) if slow else draw.choice([(60, 300, 40), (40_000, 5_000, 512)])
             lengths = [(1, 3), (2, 9), (4, 4)]
             sets = [
@@ -235,6 +243,7 @@ def check_lists(device: str, factor: float = 1) -> None:
                 )  # fmt: skip
             calls += run.compared
     print(f"{calls:,} calls of rounds of lists agree with Numba", flush=True)
+    return {"calls": calls}
 
 
 def report(what: str, vocabulary: int, values: dict[str, int]) -> None:

@@ -35,14 +35,15 @@ VLLM = "vllm==0.33.0"
 LIBRARIES = ("_C_stable_libtorch", "_moe_C_stable_libtorch", "_vllm_fa3_C")  # FlashAttention 2 is not used on Hopper
 OPERATORS = {"_C": 100, "_C_cache_ops": 15, "_moe_C": 15, "_vllm_fa3_C": 2}
 """How many operators these register at least."""
-MOST_BYTES = 57_000_000  # of the pack: with this project's files it has to stay below 64 MiB
+MOST_BYTES = 59_000_000  # of the pack: with this project's files it has to stay below 64 MiB
 PYTHON, CAPABILITY = "3.12", 90
 WHEELS = [  # that vLLM and the plugin need there; fastapi below 0.137, which wants opentelemetry
     "annotated-types", "apache-tvm-ffi", "astor", "blake3", "cachetools", "cbor2", "compressed-tensors", "depyf",
     "diskcache", "distro", "fastapi<0.137", "gguf", "httpcore2", "httpx2", "ijson", "interegular", "jiter", "lark",
-    "llguidance", "lm-format-enforcer", "loguru", "msgspec", "openai", "oss-harmony", "partial-json-parser",
-    "platformdirs", "prometheus-fastapi-instrumentator", "pybase64", "pydantic", "pydantic-core", "python-json-logger",
-    "pyzmq", "setproctitle", "sniffio", "starlette", "truststore", "typing-inspection", "watchfiles", "xgrammar",
+    "llguidance", "lm-format-enforcer", "loguru", "msgspec", "openai", "oss-harmony", "outlines-core",
+    "partial-json-parser", "platformdirs", "prometheus-fastapi-instrumentator", "pybase64", "pydantic",
+    "pydantic-core", "python-json-logger", "pyzmq", "setproctitle", "sniffio", "starlette", "truststore",
+    "typing-inspection", "watchfiles", "xgrammar",
 ]  # fmt: skip
 MACHINE = [  # what such a machine has, of all that the steps import
     "torch==2.11.0", "transformers==5.17.0", "tokenizers==0.23.2", "accelerate", "aiohttp", "cloudpickle", "einops",

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 CUDA = os.environ.get("TRITON_INTERPRET") != "1"
 DEVICE = "cuda" if CUDA else "cpu"
 CALLS_SECONDS = 35  # of the golden calls: what is left then is skipped
+CHECKS_SECONDS = 15  # of each kind of check
 SAMPLED, ROWS = 10_000_000, 512  # tokens, and rows of a step
 
 
@@ -114,10 +116,14 @@ def checks(golden: Path) -> None:
     """Random schedules of requests against a dict trie, sets copied beside running steps, and rounds of lists."""
     import gpu_checks
 
+    def until(seconds: float) -> Callable[[], bool]:
+        ends = time.monotonic() + seconds
+        return lambda: time.monotonic() > ends
+
     works: dict[str, Any] = {
         "copies beside steps": lambda: gpu_checks.copies(DEVICE),
-        "rounds of lists": lambda: gpu_checks.check_lists(DEVICE, 0.1),
-        "schedules": lambda: gpu_checks.checks(DEVICE, 0.1),
+        "rounds of lists": lambda: gpu_checks.check_lists(DEVICE, 0.1, until(CHECKS_SECONDS)),
+        "schedules": lambda: gpu_checks.checks(DEVICE, 0.05, until(CHECKS_SECONDS)),
     }
     for what, work in works.items():
         try:

@@ -124,7 +124,7 @@ def test_nothing_begins_that_the_time_does_not_reach(results: gpu.Results) -> No
     gpu.run(["large", "ncu"], results, 58, dict(os.environ))
     assert [row for row in results.rows if "skipped" in row] == []
     gpu.run(["large"], results, 20, dict(os.environ))
-    assert results.rows[-1] == {"step": "large", "skipped": "20 s are left, and it may take 60"}
+    assert results.rows[-1] == {"step": "large", "skipped": "20 s are left, and it may take 40"}
 
 
 def test_all_steps_together_take_less_than_twelve_minutes() -> None:
@@ -179,7 +179,7 @@ def test_the_engine_step_measures_every_way(tmp_path: Path) -> None:
     steps = {row["way"]: row["steps"] for row in rows if "steps" in row}
     assert set(steps["device"]) == {"not chosen"}
     assert steps["narrow"]["narrow"] > 0
-    assert steps["host"] == steps["narrow, children"]  # no step of the device path
+    assert steps["host"] == {}  # no step of the device path
     lists = rows[-1]
     assert (lists["items"], lists["distinct"], lists["passes inside a step"] > 0) == (4, 4, True)
 

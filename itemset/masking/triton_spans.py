@@ -75,8 +75,8 @@ def _keep(words, fields, first, count, tail_token, logits, low, high, LANES: tl.
         kept = tl.load(logits + label, mask=stays)
         tl.debug_barrier()
         start, whole = part, until // NEAR * NEAR
-        if spare % NEAR == 0:
-            start = part // NEAR * NEAR  # the same, and now the compiler knows of what it is a multiple
+        if LANES >= 256:  # `spare` is a multiple of NEAR, and so is `part`, which the compiler sees here alone
+            start = part // NEAR * NEAR
         for begin in range(start, whole, CHUNK):
             _forbid(logits, begin, whole, CHUNK)
         rest = whole + tl.arange(0, NEAR)
@@ -127,7 +127,8 @@ def _forbid_others(bits, first_word, width, logits, low, high, CHUNK: tl.constex
             at = logits + (start[:, None] + lane)
             written = ((near != _NEAR_BITS) & (start < whole))[:, None]
             kept = tl.load(at, mask=written & (near != 0)[:, None])
-            tl.store(at, tl.where(((near[:, None] >> lane) & 1) == 0, -float("inf"), kept), mask=written)
+            forbidden = tl.full((1, 1), -float("inf"), tl.float32).to(kept.dtype)
+            tl.store(at, tl.where(((near[:, None] >> lane) & 1) == 0, forbidden, kept), mask=written)
         else:
             _forbid(logits, begin, whole, CHUNK)
     lane = tl.arange(0, NEAR)

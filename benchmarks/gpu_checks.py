@@ -158,6 +158,7 @@ class Replayed(Slots):
         shapes = {"slots": (max_rows,), "history": (slots, width), "begin": (slots,), "end": (slots,)}
         shapes |= {"above": (max_rows,), "tokens": (max_rows,)}
         fixed = {name: torch.zeros(shape, dtype=torch.int32, device=arena.device) for name, shape in shapes.items()}
+        fixed["above"].fill_(-1)  # a capture runs the step once: a tree of zeros has no root
         self.batch = Batch(**fixed)
         self.logits = torch.zeros(max_rows, vocabulary, device=arena.device)
         self.replay: dict[int, Step] = {}
@@ -244,6 +245,32 @@ def check_lists(device: str, factor: float = 1, late: Callable[[], bool] = lambd
             calls += run.compared
     print(f"{calls:,} calls of rounds of lists agree with Numba", flush=True)
     return {"calls": calls}
+
+
+def check_sums(device: str) -> dict[str, float]:
+    """How far log-sum-exp is from float64's, in Triton, in Numba and in torch, over this many logits."""
+    from itemset.ranking import cpu_kernels
+    from itemset.ranking.beam_state import Items, Pass, Rows, Rules
+
+    compared, expand = from_tests("compared_lists"), importlib.import_module("itemset.ranking.triton_kernels")
+    item_set = itemset.build([[1, 2], [2, 3]])
+    arena = Arena(room_for(item_set), device)
+    numbers = torch.tensor([arena.acquire(item_set)], device=device)
+    found = {}
+    for vocabulary in (300, 40_000, 151_936):
+        logits = torch.randn(1, 1, 1, vocabulary, device=device).mul(4)
+        logits[..., torch.rand(vocabulary, device=device) < 0.1] = -torch.inf
+        rows, items = Rows.roots(arena, numbers, 1, 2), Items.empty(1, 1, 2, torch.device(device))
+        items.scores.fill_(-torch.inf)
+        offsets = torch.zeros(1, 1, dtype=torch.int64, device=device)
+        now = Pass(arena, logits, rows, items, offsets, 0, Rules(-1, 0, True, 0.0, 0.0, 0.0, 1.0))
+        exact = float(logits.double().logsumexp(3))
+        sums = {
+            "Triton": expand.log_sums(now), "Numba": cpu_kernels.log_sums(compared.to_cpu(now)),
+            "torch": logits.logsumexp(3),
+        }  # fmt: skip
+        found |= {f"{name}, {vocabulary}": float(one) - exact for name, one in sums.items()}
+    return found
 
 
 def report(what: str, vocabulary: int, values: dict[str, int]) -> None:

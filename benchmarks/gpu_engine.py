@@ -58,7 +58,7 @@ LOAD: dict[str, Any] = {
     "gpu_memory_utilization": 0.6, "enable_prefix_caching": False, "dtype": "bfloat16",
     "attention_backend": "FLASH_ATTN",
     "compilation_config": {
-        "mode": 0, "cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": [1, 64, 256, SIZE.rows[0]],
+        "mode": 0, "cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": [1, 64, 256, SIZE.rows[0], 1_024],
     },
 }  # fmt: skip
 if TINY:
@@ -152,17 +152,35 @@ def measure() -> None:
         "none": {}, "device": {}, "narrow": {"narrow": True}, "children": {"children": True},
         "narrow, children": {"narrow": True, "children": True}, "host": {"host": True},
     }  # fmt: skip
+    none = 0.0
     for count in SIZE.rows:
-        none = 0.0
         for way, switches in ways.items():
             with reported(way), switched(llm, **switches):
                 row = _answers(llm, None if way == "none" else "items", count)
-                none = none or row["ms a step"]
+                none = row["ms a step"] if way == "none" else none
                 say({"way": way, **row, "of none": row["ms a step"] / none})
     for width, tokens in SIZE.lists:
-        for graphs in (False,) if TINY else (False, True):
+        for graphs in (False,) if TINY else (True, False):
             with reported(f"list of {width}"), switched(llm, graphs=graphs):
                 say({"way": "list", "width": width, "prompt": tokens, "graph": graphs, **_lists(llm, width, tokens)})
+    if not TINY:  # at the end: a profiler that has run once slows down what comes after it
+        _profiled(llm, ways)
+
+
+def _profiled(llm: Any, ways: dict[str, dict[str, bool]]) -> None:
+    """Say how long the device is busy: with a decoding step of each way, and with each list."""
+    for way, switches in ways.items():
+        with reported(way), switched(llm, **switches):
+            run = _Run(llm, None if way == "none" else "items", SIZE.rows[0])
+            run.begin()
+            busy = profiled(lambda run=run: run.take(SIZE.steps - 3))
+            run.finish()
+            say({"way": way, "profile": SIZE.rows[0], **{name: one / (SIZE.steps - 3) for name, one in busy.items()}})
+    for width, tokens in SIZE.lists:
+        with reported(f"list of {width}"), switched(llm, graphs=True):
+            _list_of(llm, width, tokens, 0)
+            busy = profiled(lambda width=width, tokens=tokens: _list_of(llm, width, tokens, 1))
+            say({"way": "list", "profile": width, "prompt": tokens, **busy})
 
 
 def say(row: dict[str, Any]) -> None:
@@ -228,79 +246,84 @@ def switched(
         sets.narrow.why_not, sets.child_sampling, backend._device = before
 
 
-def _answers(llm: Any, name: str | None, count: int) -> dict[str, Any]:
-    """Milliseconds of a decoding step of so many rows: of the last steps, in which nothing is added or begun."""
-    from vllm import SamplingParams
+class _Run:
+    """So many requests, and the steps in which they are answered."""
 
-    prompts: Any = [{"prompt_token_ids": [3 + (i * 31 + j) % 900 for j in range(SIZE.prompt)]} for i in range(count)]
-    extra = {"extra_args": {"item_set": name}} if name else {}
-    params = SamplingParams(temperature=1.0, max_tokens=SIZE.steps, ignore_eos=True, detokenize=False, **extra)
+    def __init__(self, llm: Any, name: str | None, count: int) -> None:
+        from vllm import SamplingParams
 
-    def run() -> tuple[float, float, list[Any]]:
+        extra = {"extra_args": {"item_set": name}} if name else {}
+        self._params = SamplingParams(
+            temperature=1.0, max_tokens=SIZE.steps, ignore_eos=True, detokenize=False, **extra
+        )
+        self._prompts: Any = [
+            {"prompt_token_ids": [3 + (i * 31 + j) % 900 for j in range(SIZE.prompt)]} for i in range(count)
+        ]
+        self._llm, self.answers = llm, list[list[int]]()
+
+    def begin(self) -> float:
+        """Add the requests and take the steps that read their prompts. Returns the seconds that adding takes."""
+        self.answers.clear()
         began = time.perf_counter()
-        llm.enqueue(prompts, params, use_tqdm=False)
-        times, found = [time.perf_counter()], list[Any]()
-        while llm.llm_engine.has_unfinished_requests():
-            found += llm.llm_engine.step()
-            times.append(time.perf_counter())
-        return times[-1] - times[1 - SIZE.steps], times[0] - began, found
+        self._llm.enqueue(self._prompts, self._params, use_tqdm=False)
+        seconds = time.perf_counter() - began
+        self.take(2)
+        return seconds
 
-    run()  # whatever is compiled or recorded at a first use
-    steps_before = dict(_sets(llm).narrow.steps)
-    seconds, adding, found = zip(*(run() for _ in range(SIZE.repeats)), strict=True)
-    step = median(seconds) / (SIZE.steps - 2)
+    def take(self, count: int) -> None:
+        for _ in range(count):
+            self.answers += [list(one.outputs[0].token_ids) for one in self._llm.llm_engine.step()]
+
+    def finish(self) -> None:
+        while self._llm.llm_engine.has_unfinished_requests():
+            self.take(1)
+
+
+def _answers(llm: Any, name: str | None, count: int) -> dict[str, Any]:
+    """Milliseconds of a decoding step of so many rows: of those in which no request begins or ends."""
+    run, times, adding = _Run(llm, name, count), list[float](), list[float]()
+    for repeat in range(1 + SIZE.repeats):
+        before = dict(_sets(llm).narrow.steps)
+        adding.append(run.begin())
+        for _ in range(SIZE.steps - 3):
+            began = time.perf_counter()
+            run.take(1)
+            times.append(time.perf_counter() - began)
+        run.finish()
+        if repeat == 0:  # whatever is compiled or recorded at a first use
+            times.clear()
     row = {
         "rows": count,
-        "ms a step": step * 1e3,
-        "least": min(seconds) / (SIZE.steps - 2) * 1e3,
-        "tokens a second": count / step,
+        "ms a step": median(times) * 1e3,
+        "least": min(times) * 1e3,
+        "tokens a second": count / median(times),
         "us to add a request": median(adding) / count * 1e6,
-        **_on_the_device(run, SIZE.steps),
     }
     if name:
         import itemset
 
-        item_set = itemset.load(HOME / f"{name}.itemset")
-        answers = [list(one.outputs[0].token_ids) for one in found[-1]]
-        row["illegal"] = int((item_set.lookup(answers) < 0).sum())
+        found = itemset.load(HOME / f"{name}.itemset").lookup(run.answers)
+        row["illegal"] = int((found < 0).sum())
         now: Any = _sets(llm).narrow.steps
-        row["steps"] = {why: more for why in now if (more := now[why] - steps_before.get(why, 0))}
+        row["steps"] = {why: more for why in now if (more := now[why] - before.get(why, 0))}
     return row
 
 
-def _on_the_device(work: Callable[[], Any], steps: int) -> dict[str, Any]:
-    """How long the device is busy, in ms a step, and the kernels that take most of it, in us a step.
-
-    On a CPU nothing. The host's functions that take longest go to the log.
-    """
-    import cProfile
-    import pstats
-
-    import torch
-
-    with cProfile.Profile() as host:
-        work()
-    pstats.Stats(host, stream=sys.stderr).sort_stats("tottime").print_stats(25)
-    if not torch.cuda.is_available():
-        return {}
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        work()
-        torch.cuda.synchronize()
-    spent = {one.key: one.self_device_time_total for one in profile.key_averages() if one.self_device_time_total}
-    longest = sorted(spent.items(), key=lambda one: -one[1])[:12]
-    return {
-        "busy, ms a step": sum(spent.values()) / steps / 1e3,
-        "kernels": {name[:70]: round(spent / steps, 1) for name, spent in longest},
-    }
-
-
-def _lists(llm: Any, width: int, tokens: int) -> dict[str, Any]:
+def _list_of(llm: Any, width: int, tokens: int, number: int) -> Any:
+    """Ask for a list after one of the prompts of so many tokens."""
     from vllm.sampling_params import BeamSearchParams
-
-    from vllm_static.worker import beam_forward
 
     params = BeamSearchParams(beam_width=width, max_tokens=4)
     params.extra_args = {"item_set": "ids"}
+    prompt = {"prompt_token_ids": [3 + (number * 97 + j) % 900 for j in range(tokens)]}
+    (found,) = llm.beam_search([prompt], params)
+    return found
+
+
+def _lists(llm: Any, width: int, tokens: int) -> dict[str, Any]:
+    import itemset
+    from vllm_static.worker import beam_forward
+
     times, passes, run = list[float](), 0, beam_forward._run
 
     def counted(*args: Any) -> Any:
@@ -311,22 +334,31 @@ def _lists(llm: Any, width: int, tokens: int) -> dict[str, Any]:
     beam_forward._run = counted
     try:
         for repeat in range(2 + 2 * SIZE.repeats):
-            prompt = {"prompt_token_ids": [3 + (repeat * 97 + j) % 900 for j in range(tokens)]}
             passes, began = 0, time.perf_counter()
-            (found,) = llm.beam_search([prompt], params)
+            found = _list_of(llm, width, tokens, repeat)
             times.append((time.perf_counter() - began) * 1e3)
     finally:
         beam_forward._run = run
     items = [tuple(one.tokens[tokens : tokens + 3]) for one in found.sequences]
-    import itemset
-
     legal = itemset.load(HOME / "ids.itemset").lookup([list(item) for item in items]) >= 0
     first, *later = times
-    again = _on_the_device(lambda: llm.beam_search([prompt], params), 1)
     return {
-        "ms": median(later[1:]), "first, ms": first, "items": len(items), "distinct": len(set(items)),
-        "illegal": int((~legal).sum()), "passes inside a step": passes, **again,
+        "ms": median(later[1:]), "least": min(later), "first, ms": first, "items": len(items),
+        "distinct": len(set(items)), "illegal": int((~legal).sum()), "passes inside a step": passes,
     }  # fmt: skip
+
+
+def profiled(work: Callable[[], Any]) -> dict[str, float]:
+    """How long the device is busy with some work, in ms, and with the kernels that take longest."""
+    import torch
+
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        work()
+        torch.cuda.synchronize()
+    spent = {one.key: one.self_device_time_total / 1e3 for one in profile.key_averages() if one.self_device_time_total}
+    longest = dict(sorted(spent.items(), key=lambda one: -one[1])[:12])
+    return {"busy, ms": sum(spent.values()), **{name[:70]: one for name, one in longest.items()}}
 
 
 ACTIONS: dict[str, Callable[[], Any]] = {

@@ -121,6 +121,7 @@ def checks(golden: Path) -> None:
         return lambda: time.monotonic() > ends
 
     works: dict[str, Any] = {
+        "log-sum-exp, less float64's": lambda: gpu_checks.check_sums(DEVICE),
         "copies beside steps": lambda: gpu_checks.copies(DEVICE),
         "rounds of lists": lambda: gpu_checks.check_lists(DEVICE, 0.1, until(CHECKS_SECONDS)),
         "schedules": lambda: gpu_checks.checks(DEVICE, 0.05, until(CHECKS_SECONDS)),

@@ -123,7 +123,7 @@ def form_of(name: str) -> Form:
     types = {n: "constexpr" if n in constants else pointers.get(n, "i32") for n in kernel.arg_names}
     warps = kernels.MASK_WARPS if types.get("logits", "constexpr") != "constexpr" else kernels.WALK_WARPS
     if name == "beams_own":
-        warps = 4  # Triton's own choice
+        warps = triton_attention.WARPS
     if name == "step":
         warps = kernels.step_warps(constants["CHUNK"])
     if of_lists:

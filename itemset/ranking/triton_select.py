@@ -1,6 +1,6 @@
 """The best keys of each list in one launch, in Triton: a radix select on 64 bits, then each key finds its own place.
 
-A program has one list. It reads the keys once for each of eight digits, from the highest on, and knows after the last
+A program has one list. It reads the keys once for each digit, of eight at most, from the highest on, until it knows
 which key is the last of the best. torch's `topk` of integers takes several launches, and sorts.
 """
 
@@ -71,10 +71,12 @@ def select_kernel(
 
 @triton.jit
 def _last_of_the_best(keys, size, wanted, LANES: tl.constexpr):
-    """Return the key that stands last among the best, and how many of its equals are among these."""
+    """Return the key that stands last among the best, or one below it and above all others, and how many of its equals
+    are among these."""
     prefix, left = tl.zeros((), tl.int64), wanted
     bins = tl.arange(0, _BINS)
-    for digit in range(0, 64 // _DIGIT):
+    digit = tl.zeros((), tl.int32)
+    while digit < 64 // _DIGIT:
         shift = 64 - _DIGIT * (digit + 1)
         counts = tl.zeros((_BINS,), tl.int32)
         for low in range(0, size, LANES):
@@ -87,4 +89,7 @@ def _last_of_the_best(keys, size, wanted, LANES: tl.constexpr):
         chosen = tl.max(tl.where(from_here >= left, bins, 0), 0)
         left -= tl.sum(tl.where(bins > chosen, counts, 0), 0)
         prefix |= chosen.to(tl.int64) << shift
+        # If all that have these digits are among the best, no further one matters: scores seldom share four of them.
+        all_taken = tl.sum(tl.where(bins == chosen, counts, 0), 0) == left
+        digit = tl.where(all_taken, 64 // _DIGIT, digit + 1)
     return prefix ^ _SIGN, left

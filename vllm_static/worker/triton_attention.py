@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-KEYS = 8  # that a program reads at a time
+KEYS, WARPS = 4, 1  # keys that a program reads at a time; one warp waits for no other, and many fit beside it
 
 
 _CHANGING = ["sums", "entries", "ancestors", "known", "tokens", "more"]
@@ -37,22 +37,22 @@ def add_own_kernel(
     end = known + token % more + 1
     for start in range(0, end, KEYS):
         key = start + tl.arange(0, KEYS)
-        old, new = key < known, (key >= known) & (key < end)
+        old, new = key < known, key < end  # in this order
         entry = tl.load(ancestors + row * known + key, mask=old, other=0)
-        old_at = own + (entry * kv_heads + own_head)[:, None] * (2 * SIZE) + size[None]
-        place = row * more + key - known
-        old_mask, new_mask = old[:, None] & inside[None], new[:, None] & inside[None]
-        new_keys = keys + place[:, None] * keys_stride + own_head * SIZE + size[None]
-        new_values = values + place[:, None] * values_stride + own_head * SIZE + size[None]
-        read = tl.load(old_at, mask=old_mask, other=0.0) + tl.load(new_keys, mask=new_mask, other=0.0)
-        scores = tl.sum(read.to(tl.float32) * asked[None], 1) * scale
+        kept_at = own + (entry * kv_heads + own_head)[:, None] * (2 * SIZE) + size[None]
+        place = (row * more + key - known)[:, None]
+        column = own_head * SIZE + size[None]
+        keys_at = tl.where(old[:, None], kept_at, keys + place * keys_stride + column)
+        values_at = tl.where(old[:, None], kept_at + SIZE, values + place * values_stride + column)
+        read = new[:, None] & inside[None]
+        key_parts, value_parts = tl.load(keys_at, mask=read, other=0.0), tl.load(values_at, mask=read, other=0.0)
+        scores = tl.sum(key_parts.to(tl.float32) * asked[None], 1) * scale
         if cap > 0:
             scores = cap * (1 - 2 / (tl.exp(2 * scores / cap) + 1))
-        scores = tl.where(old | new, scores, -float("inf"))
+        scores = tl.where(new, scores, -float("inf"))
         most = tl.maximum(largest, tl.max(scores, 0))
         parts, faded = tl.exp(scores - most), tl.exp(largest - most)
-        read = tl.load(old_at + SIZE, mask=old_mask, other=0.0) + tl.load(new_values, mask=new_mask, other=0.0)
-        added = added * faded + tl.sum(read.to(tl.float32) * parts[:, None], 0)
+        added = added * faded + tl.sum(value_parts.to(tl.float32) * parts[:, None], 0)
         total, largest = total * faded + tl.sum(parts, 0), most
     tl.store(at, (added / total).to(output.dtype.element_ty), mask=inside)
 
@@ -68,5 +68,5 @@ def add_own(
     add_own_kernel[(tokens, heads)](
         output, sums.contiguous(), query, *new, own, entries, ancestors.contiguous(), known, scale, cap, tokens,
         tokens // rows, *strides, GROUP=heads // own.shape[1], HEADS=heads, SIZE=size,
-        PADDED=triton.next_power_of_2(size), KEYS=KEYS,
+        PADDED=triton.next_power_of_2(size), KEYS=KEYS, num_warps=WARPS,
     )

@@ -143,6 +143,27 @@ def test_random_sets_in_many_chunks(items: list[list[int]]) -> None:
     check_against_oracle(triton_kernels, items, most=6)
 
 
+def masked_with_a_stop(count: int, vocabulary: int, stop: int) -> None:
+    """An item may end where `count` tokens may follow, and it ends with a token that comes after them all."""
+    arena, (built,), (number,) = resident([[5], *([5, token] for token in range(count))], kind=None)
+    state = host_advance(built.trie.tables.pointers, 0, 5) | number << STATE_BITS
+    logits = torch.randn(1, vocabulary, device=DEVICE)
+    masked = triton_kernels.mask(arena, logits.clone(), tensor([state]), tensor([[-1, stop]]), tensor([0]))
+    assert masked[0].isfinite().nonzero().flatten().tolist() == [*range(count), stop]
+
+
+@pytest.mark.usefixtures("small_constants")
+def test_no_program_writes_to_what_another_masks() -> None:
+    for count in range(1, 14):
+        masked_with_a_stop(count, 70, 20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [240, 241, 256, 257])
+def test_no_program_writes_to_what_another_masks_in_a_large_vocabulary(count: int) -> None:
+    masked_with_a_stop(count, triton_kernels.SPAN + 4_000, 1_000)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("window", [False, True], ids=["history", "window"])
 @pytest.mark.parametrize(("name", "steps"), [(name, SAMPLES // (2 if name == "numba" else 10)) for name in KERNELS])

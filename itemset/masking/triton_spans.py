@@ -59,7 +59,7 @@ def _keep(words, fields, first, count, tail_token, logits, low, high, LANES: tl.
     """
     spare: tl.constexpr = max(LANES // 16, 1)
     end = first + count
-    if (low > 0) & (count > LANES):
+    if (low > 0) & (count > LANES - spare):  # else all edges are read at once, and what is below `low` is another's
         first = tables.first_from(words, fields, tables.LABELS, tables.NARROW_LABELS, first, end, low)
     part = low
     while part < high:

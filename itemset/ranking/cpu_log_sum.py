@@ -33,8 +33,8 @@ def _as_float(value):
 def _greatest(logits):
     """Compare them as integers, of which a core takes eight or sixteen at once."""
     most = np.int32(-(1 << 31))
-    for value in logits:
-        most = max(most, ordered(np.float32(as_float(value)).view(np.int32)))
+    for i in range(len(logits)):
+        most = max(most, ordered(np.float32(as_float(logits[i])).view(np.int32)))
     return np.int32(ordered(most)).view(np.float32)
 
 
@@ -57,10 +57,13 @@ def log_sum(logits):
 
 @compiled(fastmath={"reassoc", "contract"})
 def _sum_of_powers(logits, base):
-    """The sum of e^(logit - base): in any order, so that a core takes eight or sixteen at once."""
+    """The sum of e^(logit - base): in any order, so that a core takes eight or sixteen at once.
+
+    By index: over the values themselves, Numba 0.68 makes a loop that takes one at a time, and loses digits.
+    """
     total = np.float32(0)
-    for value in logits:
-        total += _power(as_float(value) - base)
+    for i in range(len(logits)):
+        total += _power(as_float(logits[i]) - base)
     return total
 
 

@@ -210,10 +210,11 @@ def forms_of(llm: Any) -> tuple[set[str], set[str]]:
 
 
 def by_graphs(
-    llm: Any, name: str, renormalised: bool, lengths: list[int], most_rows: int | None = None
+    llm: Any, name: str, renormalised: bool, lengths: list[int], most_rows: int | None = None, fails: bool = False
 ) -> tuple[list[Any], int, int]:
     """Lists of prompts, one after the other, with fixed shapes, and how often one was recorded and replayed. On a CPU
-    a replay runs the recorded program again: on the buffers that it reads, with the constants that it has."""
+    a replay runs the recorded program again: on the buffers that it reads, with the constants that it has. fails:
+    whether none can be recorded."""
     from vllm_static.worker.list_graphs import ListGraphs
 
     lists, recorded, replayed = runner_of(llm).prompt_logprobs_worker.static_lists, 0, 0
@@ -221,6 +222,8 @@ def by_graphs(
     def record(program: Any, pool: Any) -> Any:
         nonlocal recorded
         recorded += 1
+        if fails:
+            raise torch.OutOfMemoryError("CUDA out of memory")
 
         def replay() -> Any:
             nonlocal replayed
@@ -256,6 +259,13 @@ class TestTriton:
         for items, one in zip(found, expected, strict=True):
             same(items, one)
             assert items
+
+    def test_lists_are_made_as_ever_where_none_can_be_recorded(self, engine):
+        lengths = [20, 31, 31, 9]
+        found, recorded, replayed = engine.call(by_graphs, "ragged", False, lengths, None, True)
+        assert (recorded, replayed) == (1, 0)
+        for items, one in zip(found, engine.call(as_accelerators, "ragged", 4, 3, False, lengths), strict=True):
+            same(items, one)
 
     def test_a_list_of_several_steps_is_in_no_graph(self, engine):
         found, recorded, _ = engine.call(by_graphs, "fixed", False, [20, 20, 20], 5)

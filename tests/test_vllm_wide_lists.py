@@ -698,11 +698,13 @@ def changed(llm: Any, reason: str) -> Any:
         return mock.patch.object(sampler, "logits_processors", [*processors, processors[2]])
     if reason == "an alphabet too large":
         return mock.patch.object(head, "forced", False)
+    if reason == "rows of the head that lie apart":
+        return mock.patch.object(head, "copies", False)
     return mock.patch.multiple(head, _memory=head._memory[:64], _alphabets={})
 
 
 CHANGED = ["logits sharded by request", "other logits processors", "an alphabet too large"]
-CHANGED += ["item_set_head_memory has no room"]
+CHANGED += ["item_set_head_memory has no room", "rows of the head that lie apart"]
 
 
 @pytest.mark.parametrize("reason", CHANGED)

@@ -16,7 +16,7 @@ import numpy as np
 import wrapt
 
 from itemset.serving import hooks
-from itemset.serving.config import BACKEND, StaticConfig
+from itemset.serving.config import BACKEND, StaticConfig, Switch
 from itemset.serving.constraint import after
 from itemset.serving.hooks import START
 from itemset.serving.wire import WIRE, EngineRequest
@@ -180,6 +180,11 @@ def item_sets(runner: Any) -> Any:
     """Return the ItemSetProcessor of a model runner on the device path, None if it does not sample, in a pipeline."""
     given = getattr(getattr(runner, "sampler", None), "logits_processors", ())
     return next((one for one in given if hasattr(one, "mask_rows")), None)
+
+
+def is_on(switch: Switch, device: Any) -> bool:
+    """Return whether such an option is on. `auto` is on a GPU, where a run of `benchmarks/gpu.sh` has shown a gain."""
+    return switch == "on" or (switch == "auto" and device.type == "cuda")
 
 
 def kept_through_sleep(vllm_config: Any) -> contextlib.AbstractContextManager[None]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vllm_static.compat import logger
 from vllm_static.worker.beam_kv import BeamKV, Prompt
 from vllm_static.worker.passes import Asked
 
@@ -62,6 +63,7 @@ class ListGraphs:
         self._runner, self._first_block, self._record = runner, first_block, record
         self._pool = torch.cuda.graph_pool_handle() if runner.device.type == "cuda" else None
         self._seen = dict[Any, Recorded | None]()  # by kind; None of one that was made once
+        self.fails = False  # whether one could not be recorded
 
     def _blocks(self, one: Asked) -> int:
         """Return the blocks of a prompt's bucket: a power of 2."""
@@ -73,7 +75,7 @@ class ListGraphs:
     def takes(self, group: list[Asked], rows: int, most: int) -> bool:
         """Return whether a list is made by a replay, or recorded. rows: of all its passes; most: of a step."""
         runner = self._runner
-        alone = len(group) == 1 and not group[0].spec.races and rows <= most
+        alone = len(group) == 1 and not group[0].spec.races and rows <= most and not self.fails
         if not alone or runner.lora_config is not None or runner.vllm_config.parallel_config.world_size > 1:
             return False
         kind = (group[0].kind, self._blocks(group[0]))
@@ -87,7 +89,9 @@ class ListGraphs:
         kind = (one.kind, self._blocks(one))
         recorded = self._seen.pop(kind, None)
         if recorded is None or recorded.plan is not plan or recorded.alphabet is not alphabet:
-            recorded = self._recorded(one, make, plan, alphabet)
+            recorded, table = self._recorded(one, make, plan, alphabet)
+            if recorded is None:
+                return table
         else:
             assert one.states is not None
             recorded.states.copy_(one.states)
@@ -101,7 +105,8 @@ class ListGraphs:
         while len(self._seen) > MOST:
             del self._seen[next(iter(self._seen))]
 
-    def _recorded(self, one: Asked, make: Any, plan: Any, alphabet: Any) -> Recorded:
+    def _recorded(self, one: Asked, make: Any, plan: Any, alphabet: Any) -> tuple[Recorded | None, Tensor]:
+        """Make a list, and record it: None if it cannot be."""
         assert one.states is not None
         states, device = one.states.clone(), self._runner.device
         (block,) = self._runner.block_tables.block_sizes
@@ -114,7 +119,13 @@ class ListGraphs:
             kv.restart()
             return result_of(make([again], kv))
 
-        program()  # what is made once, such as constants on the device, is there when it is recorded
+        table = program()  # what is made once, such as constants on the device, is there when it is recorded
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
-        return Recorded(states, kv, self._record(program, self._pool), plan, alphabet)
+        try:
+            return Recorded(states, kv, self._record(program, self._pool), plan, alphabet), table
+        except RuntimeError as error:  # no memory, or a model that does what no graph can record
+            logger.warning("Lists are made without CUDA graphs of their own from now on: %s", error)
+            self._seen.clear()
+            self.fails = True
+            return None, table

@@ -56,7 +56,7 @@ class ItemSetProcessor(LogitsProcessor):
 
     def _load(self, config: StaticConfig, vllm_config: VllmConfig) -> None:
         self.catalogue = catalogue = Catalogue(config)
-        self.child_sampling = config.item_set_child_sampling == "on"
+        self.child_sampling = compat.is_on(config.item_set_child_sampling, self._req_states.device)
         self.arena = Arena(catalogue.arena_bytes(), self._req_states.device, kernels=config.item_set_kernels)
         self.narrow = NarrowHead(config, self._req_states.device)
         for item_set in catalogue.registered.values():

@@ -28,6 +28,7 @@ SHARE = 3  # an alphabet has at most a third of the vocabulary: a CPU packs its 
 AUTO_SHARE = 8  # of answers, unless it is `on`: at a 19th they were faster on a CPU, at a third not always
 MOST_RUNS = 4  # of rows that lie together, which are multiplied where they are; of more, all rows are gathered
 TOLERANCE = 0.02  # of the largest logit: what two orders of adding differ by in 16 bits
+ROOM = 16 << 20  # bytes, of which alphabets whose rows lie together take few
 _TRIED = 64  # tokens of the trial
 
 
@@ -52,8 +53,11 @@ class NarrowHead:
         """Take the memory, `item_set_head_memory`: vLLM sizes its KV cache with what this leaves."""
         chosen = config.item_set_narrow_head
         # Why logits of all tokens are computed; None if they need not be. `attach` may say more.
-        self.why_not = None if chosen == "on" or (chosen == "auto" and device.type == "cpu") else "not chosen"
-        size = 0 if self.why_not else config.item_set_head_memory
+        self.why_not = "not chosen" if chosen == "off" else None
+        # Whether rows that lie apart are copied. A trainer that writes into the weights tells nobody that they change.
+        self.copies = chosen == "on" or device.type == "cpu"
+        size = config.item_set_head_memory if self.copies else min(config.item_set_head_memory, ROOM)
+        size = 0 if self.why_not else size
         self._memory = torch.empty(size, dtype=torch.uint8, device=device)
         self.forced = chosen == "on"  # whether also answers of larger alphabets
         self.steps: Counter[str] = Counter()  # of sampling: NARROW, or why logits of all tokens were computed
@@ -104,7 +108,13 @@ class NarrowHead:
 
     def of_list(self, key: bytes) -> Alphabet | None:
         """Return the alphabet of a renormalised list's passes, if it makes the product smaller."""
-        return None if self.why_not is not None or self._large(key, SHARE) else self.alphabet(key)
+        refused = self.why_not is not None or self._large(key, SHARE) or self._apart(key)
+        return None if refused else self.alphabet(key)
+
+    def _apart(self, key: bytes) -> bool:
+        """Return whether rows of the head would have to be copied, and are not. The same on all ranks."""
+        runs = 1 + np.count_nonzero(np.diff(np.frombuffer(key, np.int64)) != 1)
+        return not self.copies and bool(runs > MOST_RUNS)
 
     def _large(self, key: bytes, share: int) -> bool:
         return bool(share * len(key) // 8 > self._runner.vocab_size)
@@ -115,6 +125,8 @@ class NarrowHead:
             return key
         if self._large(key, SHARE if self.forced else AUTO_SHARE):
             return "an alphabet too large"
+        if self._apart(key):
+            return "rows of the head that lie apart"
         return self.alphabet(key) or "item_set_head_memory has no room"
 
     def alphabet(self, key: bytes) -> Alphabet | None:

@@ -200,10 +200,11 @@ def _collect(step: Step, results: Results, limit: float) -> bool:
 
 
 def commit() -> str:
-    """Return the commit of this checkout, or the pack's if there is no git."""
+    """Return the pack's commit, or this checkout's if there is no pack: where both are, git's may be an older one."""
+    if (packed := PACK / "commit").exists():
+        return packed.read_text().strip()
     found = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True)
-    packed = PACK / "commit"
-    return found.stdout.strip() or (packed.read_text().strip() if packed.exists() else "unknown")
+    return found.stdout.strip() or "unknown"
 
 
 def parsed() -> argparse.Namespace:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 from test_vllm_device import processor_of
 from test_vllm_engine import CITIES, inline, named, on_path
 from vllm import SamplingParams
@@ -86,3 +88,18 @@ def test_after_the_item_nothing_but_its_end(ways: tuple[Any, Any], named_sets: A
     params = [named("ragged", temperature=1.0, seed=i, ignore_eos=True, max_tokens=14) for i in range(3)]
     assert answers(children, params) == answers(masked, params)
     assert children.call(lambda llm: bool(processor_of(llm).child_sampling))
+
+
+def tried(llm: Any) -> tuple[bool, bool]:
+    """In the engine's process: what the trial says of the kernel, and of one that samples something else."""
+    from vllm_static.worker import triton_child_sampling as kernels
+
+    slots, like = processor_of(llm)._slots, torch.zeros(1, 300, dtype=torch.bfloat16)
+    given = slots.arena, slots.marks, like
+    with mock.patch.object(kernels, "sample", lambda arena, logits, states, *_: torch.zeros_like(states)):
+        other = kernels.is_as_masked(*given)
+    return kernels.is_as_masked(*given), other
+
+
+def test_a_trial_finds_a_device_that_samples_something_else(ways: tuple[Any, Any]) -> None:
+    assert ways[1].call(tried) == (True, False)

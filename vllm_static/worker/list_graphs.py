@@ -2,9 +2,11 @@
 
 A list's launches follow from its set's level plan, its width and its prompt's bucket, and nothing is read back between
 passes. So the second list of a kind is recorded as it is made, and later ones replay that: what differs between them
-lies in buffers. One list at a time; what is not one list of one step runs as ever.
+lies in buffers. One list at a time; what is not one list of one step runs as ever. The first replay after another
+prompt is held against the passes that it stands for.
 """
 
+import math
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +19,7 @@ from vllm_static.worker.beam_kv import BeamKV, Prompt
 from vllm_static.worker.passes import Asked
 
 MOST = 16  # kinds of lists that are known at a time: what was used longest ago makes room
+NEAR, SHARED = 0.02, 0.9  # relative distance of scores, and share of items, of two lists that only round otherwise
 Program = Callable[[], Tensor]
 
 
@@ -42,6 +45,14 @@ def result_of(passes: Generator[int, None, Tensor]) -> Tensor:
             return end.value
 
 
+def alike(table: Tensor, expected: Tensor) -> bool:
+    """Return whether two tables are of one list, but for rounding. Waits for the device."""
+    given, wanted = table.flatten(0, -2)[1:].tolist(), expected.flatten(0, -2)[1:].tolist()
+    near = all(math.isclose(one[0], other[0], rel_tol=NEAR) for one, other in zip(given, wanted, strict=True))
+    shared = {tuple(row[1:]) for row in given} & {tuple(row[1:]) for row in wanted}
+    return near and len(shared) >= SHARED * len({tuple(row[1:]) for row in wanted})
+
+
 @dataclass
 class Recorded:
     """A list as a graph."""
@@ -51,6 +62,7 @@ class Recorded:
     replay: Program
     plan: Any  # what it was recorded for, as is the next
     alphabet: Any
+    tried: bool = False  # whether a replay after another prompt was held against its passes
 
 
 class ListGraphs:
@@ -96,6 +108,12 @@ class ListGraphs:
             assert one.states is not None
             recorded.states.copy_(one.states)
             recorded.kv.move_to(one.prompt)
+            if not recorded.tried:
+                recorded.tried = True
+                table, expected = recorded.replay().clone(), result_of(make([one]))
+                if not alike(table, expected):
+                    self._give_up("a replay has made another list than its passes do")
+                    return expected
         self._keep(kind, recorded)
         return recorded.replay().clone()  # another list's replay may use its memory
 
@@ -125,7 +143,10 @@ class ListGraphs:
         try:
             return Recorded(states, kv, self._record(program, self._pool), plan, alphabet), table
         except RuntimeError as error:  # no memory, or a model that does what no graph can record
-            logger.warning("Lists are made without CUDA graphs of their own from now on: %s", error)
-            self._seen.clear()
-            self.fails = True
+            self._give_up(error)
             return None, table
+
+    def _give_up(self, why: object) -> None:
+        logger.warning("Lists are made without CUDA graphs of their own from now on: %s", why)
+        self._seen.clear()
+        self.fails = True

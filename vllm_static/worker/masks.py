@@ -227,10 +227,11 @@ class ItemSetProcessor(LogitsProcessor):
                 self._slots.mask(self._slots.walk(batch), slot, logits)  # as `weigh`
         logits = torch.zeros(1, vocabulary, dtype=self._dtype, device=device)
         if self.child_sampling:
-            from vllm_static.worker.triton_child_sampling import sample
+            from vllm_static.worker.triton_child_sampling import is_as_masked
 
-            ones, states = torch.ones(1, device=device), self._slots.walk(batch)
-            sample(self.arena, logits, states, self._slots.marks, slot, ones, slot, slot, False)
+            if not (as_masked := is_as_masked(self.arena, self._slots.marks, logits)):
+                logger.warning("Answers are sampled from masked logits: without a mask other tokens were sampled")
+            self.child_sampling = as_masked
         if self._drafts:  # as `force_drafts` and `mask_drafts`
             states = self._slots.walk(self._batch(slot))
             proposed = torch.zeros(1, self._drafts, dtype=torch.int64, device=device)

@@ -3,14 +3,17 @@
 import torch
 import triton.language as tl
 from torch import Tensor
-from vllm.v1.worker.gpu.sample.gumbel import gumbel_noised_argmax
+from vllm.v1.worker.gpu.sample.gumbel import gumbel_noised_argmax, gumbel_sample
 
+import itemset
 from itemset.masking import triton_tables as tables
-from itemset.masking.arena import Arena
+from itemset.masking.arena import Arena, ArenaFullError
 from itemset.masking.batch import refuse_strides
 from itemset.masking.triton_kernels import LANES, _stop_lanes
+from itemset.trie.walk import STATE_BITS
 
 WARPS = 4
+TRIED = 500  # tokens of the trial
 _jit = tables.jit("vocabulary")
 
 
@@ -32,6 +35,27 @@ def sample(
         num_warps=WARPS,
     )  # fmt: skip
     return sampled
+
+
+def is_as_masked(arena: Arena, marks: Tensor, like: Tensor) -> bool:
+    """Try it on this device: return whether the same noise samples the same tokens as from masked logits.
+
+    marks: of all slots, of which the first is free. like: [1, vocabulary], of the model's dtype.
+    """
+    items = itemset.build([[token] for token in range(0, like.shape[1], 1 + like.shape[1] // TRIED)])
+    rows, device = torch.arange(4, device=like.device), like.device
+    try:
+        number = arena.acquire(items)
+    except ArenaFullError:  # for other sets there is room, and none is left for this one
+        return True
+    states, slots = torch.full_like(rows, number) << STATE_BITS, torch.zeros_like(rows)
+    logits = torch.randn(len(rows), like.shape[1], device=device).to(like.dtype)
+    of_slots = torch.full_like(slots[:1], 7), torch.ones(1, device=device)
+    sampled = sample(arena, logits, states, marks, slots, of_slots[1], of_slots[0], rows, False)
+    masked = arena.kernels.mask(arena, logits, states, marks, slots).float()
+    wanted = gumbel_sample(masked, slots, of_slots[1], of_slots[0], rows, apply_temperature=True, is_drafting=False)
+    arena.release(number)
+    return torch.equal(sampled, wanted)
 
 
 @_jit

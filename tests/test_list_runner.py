@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from prometheus_client import REGISTRY
 
 import itemset
 from itemset.ranking.scored_tree import Answer, Pass
@@ -247,6 +248,26 @@ def test_refusals_are_remembered_and_logged_once():
     refusals.refused("no blocks", always=True)
     assert refusals.why("others", 1) == "no blocks"
     assert logged == ["no room now", "too deep", "no blocks"]
+
+
+def test_why_all_lists_take_rounds_is_said_with_its_mend():
+    """At the start, or when the engine has said so; where metrics and `GET /v1/item_sets` are read."""
+
+    def gauge(reason: str) -> float | None:
+        return REGISTRY.get_sample_value("item_set:lists_by_rounds", {"reason": reason})
+
+    def made(always: str = "") -> OneRequest:
+        given = {"too_many": "", "always": always, "with_mend": "{} (a flag)".format}
+        return OneRequest(lambda text, reason: None, beams=1, widest=None, **given)
+
+    assert made("a test's drafts").by_rounds == "a test's drafts (a flag)"
+    assert gauge("a test's drafts") == 1
+    later = made()
+    later.refused("no room", of=("films", 8))
+    assert later.by_rounds is None
+    later.refused("a test's blocks", always=True)
+    assert later.by_rounds == "a test's blocks (a flag)"
+    assert (gauge("a test's blocks"), gauge("no room")) == (1, None)
 
 
 def test_where_64_beams_have_no_room_the_next_list_has_half():

@@ -42,6 +42,7 @@ from itemset.text import load_tokenizer
 from vllm_static import compat, engine_config, plugin
 from vllm_static.core import lists
 from vllm_static.front import answers
+from vllm_static.front.engine_lists import EngineLists
 from vllm_static.front.front_end import FrontEnd
 from vllm_static.worker import drafts, list_hooks
 
@@ -246,6 +247,15 @@ WHY_ROUNDS: list[tuple[str | None, dict, dict]] = [  # why, what the model's con
 ]
 
 
+MENDED = [
+    "experts under data parallelism",
+    "pipeline parallelism",
+    "a KV connector",
+    "speculation",
+    "prompt embeddings",
+]
+
+
 @pytest.mark.parametrize(("reason", "model", "arguments"), WHY_ROUNDS)
 def test_engines_that_make_no_lists_inside_a_step(tiny_model, tmp_path, monkeypatch, reason, model, arguments):
     """By their configurations, which are vLLM's own; such engines need other machines."""
@@ -257,7 +267,11 @@ def test_engines_that_make_no_lists_inside_a_step(tiny_model, tmp_path, monkeypa
     shutil.copytree(tiny_model, path)
     (path / "config.json").write_text(json.dumps(json.loads((path / "config.json").read_text()) | model))
     args = EngineArgs(str(path), structured_outputs_config={"backend": "static"}, **arguments)
-    assert compat.why_rounds(args.create_engine_config()) == reason
+    config = args.create_engine_config()
+    assert compat.why_rounds(config) == reason
+    said = EngineLists(config).by_rounds
+    assert (said or "None").startswith(str(reason))
+    assert ("(" in (said or "")) == (reason in MENDED)
 
 
 def test_caches_that_beams_cannot_share():

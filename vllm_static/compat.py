@@ -254,6 +254,7 @@ _MENDS = {
     "heads of 256": "--attention-backend TRITON_ATTN",
     "a KV cache of ": "--kv-cache-dtype auto",
     "VLLM_BATCH_INVARIANT": "unset it",
+    "no room is kept for beams": "the engine's log says why, and what mends it",
     "fast prefill": "leave --kv-sharing-fast-prefill out",
 }
 """What makes lists in a step, by what the reason says why they take rounds."""

@@ -23,7 +23,8 @@ class EngineLists(OneRequest):
         limit = StaticConfig.of(vllm_config.additional_config).ranked_list_beams
         beams = _BEAMS if limit is None else limit
         too_many, always = "more draws than ranked_list_beams has room for", compat.why_rounds(vllm_config) or ""
-        super().__init__(logger.warning, beams=beams, widest=beams, too_many=too_many, always=always)
+        options: dict[str, Any] = {"too_many": too_many, "always": always, "with_mend": compat.with_mend}
+        super().__init__(logger.warning, beams=beams, widest=beams, **options)
         self._engines: int = vllm_config.parallel_config.data_parallel_size
         self._taken, self.under_way = 0, 0  # beams; lists that have some
         self._turn, self._freed = asyncio.Lock(), asyncio.Event()

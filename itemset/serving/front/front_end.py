@@ -79,7 +79,8 @@ class FrontEndBase:
     def follow(self, send: Send) -> Follower:
         """Return what follows the published sets from now on, once it is started. send: reaches the engines."""
         path = "host" if self.host_path else "device"
-        self.follower = Follower(self.checks, self.config, send, path=path, logger=self.log)
+        options: dict[str, Any] = {"path": path, "logger": self.log, "by_rounds": lambda: self.one_request.by_rounds}
+        self.follower = Follower(self.checks, self.config, send, **options)
         return self.follower
 
     def pinned(self, asked: ItemRequest, prompt: Prompt | None = None) -> ItemRequest | None:

@@ -240,7 +240,7 @@ def add_routes(app: Any, follower_of: "Callable[[Any], Follower | None]") -> Non
         return JSONResponse({"error": {"message": message, "type": kind, "param": "name", "code": status}}, status)
 
     async def listed(request: Request) -> JSONResponse:
-        return await respond(request, lambda follower: {"object": "list", "data": follower.listed()})
+        return await respond(request, lambda follower: follower.described())
 
     async def refresh(request: Request, name: str) -> JSONResponse:
         return await respond(request, lambda follower: follower.refresh(name), refreshes)

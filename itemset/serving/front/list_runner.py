@@ -115,12 +115,27 @@ class OneRequest:
     """
 
     def __init__(
-        self, warn: Callable[[str, str], None], *, beams: int, widest: int | None, too_many: str, always: str = ""
-    ) -> None:
-        """warn: of a logger. too_many: the label of draws with more beams. always: why rounds make all lists."""
-        self.beams, self.widest, self._too_many, self.always = beams, widest, too_many, always
+        self, warn: Callable[[str, str], None], *, beams: int, widest: int | None, too_many: str, always: str = "",
+        with_mend: Callable[[str], str] = str,
+    ) -> None:  # fmt: skip
+        """warn: of a logger. too_many: the label of draws with more beams. always: why rounds make all lists.
+        with_mend: adds to a reason what would make lists in one request.
+        """
+        self.beams, self.widest, self._too_many, self.always = beams, widest, too_many, ""
         self._warn, self._of = lru_cache(_KEPT)(warn), dict[tuple[str, Width], str]()
+        self._with_mend = with_mend
+        self._note(always)
         self._room = dict[str, int]()  # of sets for whose lists as many beams as usual were too many
+
+    def _note(self, always: str) -> None:
+        self.always = always
+        if always:
+            metrics.BY_ROUNDS.labels(always).set(1)
+
+    @property
+    def by_rounds(self) -> str | None:
+        """Why rounds of requests make all lists, as far as it is known, and what mends it."""
+        return self._with_mend(self.always) if self.always else None
 
     def usual_beams(self, reference: str) -> int:
         """Return how many beams the engine has for a list of this set, as far as it is known: the most that one has
@@ -136,7 +151,7 @@ class OneRequest:
     ) -> None:
         """Note that the engine did not make a list. detail: for the log. of: the set and width that it never makes."""
         if always:
-            self.always = reason
+            self._note(reason)
         if of is not None:
             if len(self._of) >= _KEPT:
                 self._of.clear()

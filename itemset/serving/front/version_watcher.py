@@ -45,10 +45,13 @@ class Follower:
     Looks are made on a thread of its own once `start` was called, and by `look` and `refresh`.
     """
 
-    def __init__(self, checks: Checks, config: StaticConfig, send: Send, *, path: str, logger: logging.Logger) -> None:
-        """path: where masks are made."""
+    def __init__(
+        self, checks: Checks, config: StaticConfig, send: Send, *, path: str, logger: logging.Logger,
+        by_rounds: Callable[[], str | None] = lambda: None,
+    ) -> None:  # fmt: skip
+        """path: where masks are made. by_rounds: see `OneRequest`."""
         self._checks, self._config, self._send = checks, config, send
-        self._path, self._log = path, logger
+        self._path, self._log, self._by_rounds = path, logger, by_rounds
         self._sets = {name: Followed(path) for name in checks.catalogue.serving}
         self._superseded: set[str] = set()
         self._missed = ""  # what was wrong with the last look at `item_set_dir`
@@ -100,8 +103,12 @@ class Follower:
     def refreshed(self, name: str | None) -> list[dict[str, Any]]:
         return [self.refresh(one) for one in ([*self._sets] if name is None else [name])]
 
+    def described(self) -> dict[str, Any]:
+        """Return what `GET /v1/item_sets` says: the sets, and why rounds of requests make all lists, if they do."""
+        return {"object": "list", "data": self.listed(), "lists_by_rounds": self._by_rounds()}
+
     def listed(self) -> list[dict[str, Any]]:
-        """Return what is served, a mapping for each set: for `GET /v1/item_sets`."""
+        """Return what is served, a mapping for each set."""
         return [self._entry(name, followed) for name, followed in list(self._sets.items())]
 
     def _entry(self, name: str, followed: Followed) -> dict[str, Any]:

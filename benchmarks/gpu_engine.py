@@ -164,8 +164,35 @@ def measure() -> None:
         for graphs in (False,) if TINY else (True, False):
             with reported(f"list of {width}"), switched(llm, graphs=graphs):
                 say({"way": "list", "width": width, "prompt": tokens, "graph": graphs, **_lists(llm, width, tokens)})
+    say({"way": "trials", **_agreeing(llm, ways)})
     if not TINY:  # at the end: a profiler that has run once slows down what comes after it
         _profiled(llm, ways)
+
+
+def _agreeing(llm: Any, ways: dict[str, dict[str, bool]]) -> dict[str, Any]:
+    """How many of the answers with the same seeds each way gives as the mask does, but for rounding all, and how many
+    items of a list a graph has as its passes do."""
+    from vllm import SamplingParams
+
+    prompts: Any = [{"prompt_token_ids": [3 + i, 4 + i]} for i in range(SIZE.rows[-1])]
+    given: dict[str, Any] = {"max_tokens": SIZE.steps, "extra_args": {"item_set": "items"}, "detokenize": False}
+    answers = {}
+    for way, switches in ways.items():
+        if way != "none":
+            with switched(llm, **switches):
+                params = [SamplingParams(temperature=1.0, seed=i, **given) for i in range(len(prompts))]
+                outputs = llm.generate(prompts, params, use_tqdm=False)
+                answers[way] = [tuple(one.outputs[0].token_ids) for one in outputs]
+    found: dict[str, Any] = {"of": len(prompts)}
+    found |= {way: sum(map(tuple.__eq__, rows, answers["device"])) for way, rows in answers.items()}
+    (width, tokens), lists = SIZE.lists[0], list[set[tuple[int, ...]]]()
+    for graphs in (True, False):
+        with switched(llm, graphs=graphs and not TINY):
+            made = [_list_of(llm, width, tokens, number) for number in range(4)][-1]
+            lists.append({tuple(one.tokens[tokens:]) for one in made.sequences})
+            if graphs and not TINY:
+                found["a list could be recorded"] = not _sets(llm).lists.graphs.fails
+    return found | {"items of a list": width, "as its passes": len(lists[0] & lists[1])}
 
 
 def _profiled(llm: Any, ways: dict[str, dict[str, bool]]) -> None:

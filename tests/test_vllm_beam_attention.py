@@ -242,6 +242,27 @@ def by_graphs(
     return found, recorded, replayed
 
 
+@pytest.mark.parametrize(
+    ("scores", "items", "same"),
+    [
+        ([-0.011, -4.0, -5.95, -6.0], [1, 2, 3, 4], True),  # rounding near 0
+        ([-0.01, -4.03, -5.97, -6.05], [1, 2, 4, 5], True),  # of those that are last, others
+        ([-0.01, -4.0, -5.95, -6.0], [1, 7, 8, 9], False),
+        ([-0.01, -4.5, -5.95, -6.0], [1, 2, 3, 4], False),
+        ([-0.01, -4.0, -5.95, -torch.inf], [1, 2, 3, 0], False),
+    ],
+)
+def test_lists_that_only_round_otherwise_are_alike(scores: list[float], items: list[int], same: bool) -> None:
+    from vllm_static.worker.list_graphs import alike
+
+    def table(scores: list[float], items: list[int]) -> torch.Tensor:
+        rows = [[1.0, 1, 1, 4], *([score, 2, item, item] for score, item in zip(scores, items, strict=True))]
+        return torch.tensor([rows], dtype=torch.float64)
+
+    wanted = table([-0.01, -4.0, -5.95, -6.0], [1, 2, 3, 4])
+    assert alike(table(scores, items), wanted) is same
+
+
 class TestTriton:
     """vLLM's own Triton attention, and ours for beams, in Triton's interpreter where there is no GPU."""
 

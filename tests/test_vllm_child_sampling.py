@@ -10,6 +10,7 @@ import pytest
 import torch
 from test_vllm_device import processor_of
 from test_vllm_engine import CITIES, inline, named, on_path
+from test_vllm_wide_lists import runner_of
 from vllm import SamplingParams
 
 
@@ -97,9 +98,25 @@ def tried(llm: Any) -> tuple[bool, bool]:
     slots, like = processor_of(llm)._slots, torch.zeros(1, 300, dtype=torch.bfloat16)
     given = slots.arena, slots.marks, like
     with mock.patch.object(kernels, "sample", lambda arena, logits, states, *_: torch.zeros_like(states)):
-        other = kernels.is_as_masked(*given)
-    return kernels.is_as_masked(*given), other
+        other = kernels.is_as_masked(*given, fp64=False)
+    return kernels.is_as_masked(*given, fp64=False), other
 
 
 def test_a_trial_finds_a_device_that_samples_something_else(ways: tuple[Any, Any]) -> None:
     assert ways[1].call(tried) == (True, False)
+
+
+def beside_another_processor(llm: Any, params: list[SamplingParams]) -> tuple[list[list[int]], int]:
+    """In the engine's process: answers beside a processor that is not known, and how many steps wrote no mask."""
+    sampler = runner_of(llm).sampler
+    processors = sampler.logits_processors
+    with mock.patch.object(sampler, "logits_processors", [*processors, processors[0]]):
+        outputs = llm.generate([f"prompt {i}" for i in range(len(params))], params, use_tqdm=False)
+    return [list(one.outputs[0].token_ids) for one in outputs], llm.launches["sample_kernel"]
+
+
+def test_a_processor_of_the_users_has_its_say(ways: tuple[Any, Any]) -> None:
+    masked, children = ways
+    children.call(watch)
+    params = [named("fixed", temperature=1.0, seed=5)]
+    assert children.call(beside_another_processor, params) == (answers(masked, params), 0)

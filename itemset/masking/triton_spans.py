@@ -92,6 +92,7 @@ def _forbid_dead(words, fields, first, end, logits, low, high, LANES: tl.constex
     """Overwrite the logits of those edges of a node, `first` to `end`, that are in the list of dead ones."""
     count = fields[tables.DEAD_COUNT]
     if count > 0:
+        tl.debug_barrier()  # other threads write back what the ready mask of all edges keeps
         at = tables.first_from(words, fields, tables.DEAD_LIST, 0, count * 0, count, first)
         while at < count:
             lane = at + tl.arange(0, LANES)

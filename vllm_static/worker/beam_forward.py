@@ -48,8 +48,9 @@ SEARCH = 1 << 29  # bytes: of a search besides, most of them the keys of childre
 
 
 def logits_room(runner: Any) -> int:
-    """Return of how many tokens logits may stand in memory: those of MOST_LOGITS, or what half of an accelerator's free
-    memory has room for. Tensor parallelism gathers them, and copies what it has gathered: what that takes is measured.
+    """Return of how many tokens logits may stand in memory: those of MOST_LOGITS, or what a quarter of an accelerator's
+    free memory has room for: graphs of lists take as much again, beside what others need. Tensor parallelism gathers
+    them, and copies what it has gathered: what that takes is measured.
     """
     most: int = MOST_LOGITS // (runner.vocab_size * runner.model_config.head_dtype.itemsize)
     if runner.device.type == "cpu":
@@ -60,7 +61,7 @@ def logits_room(runner: Any) -> int:
     tokens = len(run_logits(runner, 64))
     each = (memory.max_memory_allocated(runner.device) - before) // tokens
     free = memory.mem_get_info(runner.device)[0] + memory.memory_reserved(runner.device) - before
-    return min(most, max(0, free // 2 - SEARCH) // max(1, each))
+    return min(most, max(0, free // 4 - SEARCH) // max(1, each))
 
 
 @torch.inference_mode()

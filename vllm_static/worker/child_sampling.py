@@ -10,6 +10,7 @@ from typing import Any
 
 from itemset.serving.hooks import IMPORTED
 from vllm_static.compat import hook
+from vllm_static.worker.narrow_hooks import KNOWN
 
 _PLAIN = {
     "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
@@ -31,8 +32,12 @@ def sample(
     input_ids: Any, expanded_local_pos: Any, return_logprobs: bool,
 ) -> Any:  # fmt: skip
     """Answers of sets are sampled from what may follow, without a mask, if nothing else is asked of them."""
+    from vllm.v1.worker.gpu.sample.sampler import Sampler
+
     sets = next((one for one in self.logits_processors if hasattr(one, "samples_children")), None)
     reads_all = return_logprobs or self.return_sampling_mask or self.trace_replay_state is not None
+    # A processor of the user's, or a watermark, has a say in every token.
+    reads_all |= len(self.logits_processors) > KNOWN or type(self)._sample_random is not Sampler._sample_random
     if sets is None or reads_all or len(logits) != len(idx_mapping_np) or not sets.samples_children(idx_mapping_np):
         return original()
     states = self.sampling_states

@@ -48,6 +48,7 @@ class ItemSetProcessor(LogitsProcessor):
         # Of each slot the tokens of its set, as `Arena.alphabet` gives them, or why logits of all tokens are needed.
         self._alphabets: list[bytes | str] = [_NO_SET] * req_states.max_num_reqs
         self._staged: dict[int, list[int]] = {}  # slot -> length of its prompt, its set, its marks but for the padding
+        self._fp64 = bool(getattr(vllm_config.model_config, "use_fp64_gumbel", False))  # of the sampler's noise
         speculative, self._dtype = vllm_config.speculative_config, vllm_config.model_config.dtype
         self._drafts = 0 if speculative is None else speculative.num_speculative_tokens
         if get_pp_group().is_last_rank:
@@ -121,6 +122,7 @@ class ItemSetProcessor(LogitsProcessor):
         prompt, stops = int(self._req_states.prompt_len.np[req_idx]), sorted(sampling_params.all_stop_token_ids)
         self._staged[req_idx] = [prompt, place.number, place.begins_after, *stops]
         self._numbers[req_idx] = place.number
+        self._plain[req_idx] &= place.begins_after == -1  # until then any token may follow
         why_not = self.narrow.why_not or ("constraints that begin later" if place.begins_after != -1 else None)
         self._alphabets[req_idx] = why_not or self.arena.alphabet(place.number, tuple(stops))
         return False
@@ -229,7 +231,8 @@ class ItemSetProcessor(LogitsProcessor):
         if self.child_sampling:
             from vllm_static.worker.triton_child_sampling import is_as_masked
 
-            if not (as_masked := is_as_masked(self.arena, self._slots.marks, logits)):
+            as_masked = is_as_masked(self.arena, self._slots.marks, logits, fp64=self._fp64)
+            if not as_masked:
                 logger.warning("Answers are sampled from masked logits: without a mask other tokens were sampled")
             self.child_sampling = as_masked
         if self._drafts:  # as `force_drafts` and `mask_drafts`

@@ -149,7 +149,10 @@ class NarrowHead:
         runs = tuple(slice(int(span[0]), int(span[-1]) + 1) for span in spans) if len(spans) <= MOST_RUNS else ()
         each, weight = max(len(one) for one in of_ranks), head.weight
         counts = (len(tokens) * 8, len(own_np) * 8, size * 4, 0 if runs else len(own_np) * weight[0].nbytes)
-        piece = self._piece(sum(-(-count // 16) * 16 for count in counts))
+        # As much on each rank, so that all have room or none has.
+        copies = any(1 + np.count_nonzero(np.diff(one) != 1) > MOST_RUNS for one in of_ranks)
+        most = (len(tokens) * 8, each * 8, size * 4, each * weight[0].nbytes if copies else 0)
+        piece = self._piece(sum(-(-count // 16) * 16 for count in most))
         if piece is None:
             return None
         parts, at = [], piece.start

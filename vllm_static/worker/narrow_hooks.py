@@ -13,7 +13,7 @@ Product = Callable[[Any, Any, Callable[[Any, Any], Any]], Any]
 """Makes logits of a head, its bias, and a function that multiplies hidden states by rows and a bias; None leaves it to
 vLLM."""
 NARROW, _SCORED = "narrow", "logprobs or weights"
-_KNOWN = 4  # logits processors: vLLM's three, and ours
+KNOWN = 4  # logits processors: vLLM's three, and ours
 _products: list[Product] = []
 
 
@@ -62,7 +62,7 @@ def sample(original: Callable[..., Any], self: Any, input_batch: Any, grammar_ou
         "logits sharded by request": self.batch_sharder is not None,
         "requests on the host path": grammar_output is not None,
         _SCORED: self.sampler.get_logprobs_dims(slots) is not None,
-        "other logits processors": len(self.sampler.logits_processors) > _KNOWN,
+        "other logits processors": len(self.sampler.logits_processors) > KNOWN,
         "counts of NaN": self.sampler.compute_nans,
     }
     why = next((reason for reason, holds in reasons.items() if holds), None)

@@ -37,25 +37,28 @@ def sample(
     return sampled
 
 
-def is_as_masked(arena: Arena, marks: Tensor, like: Tensor) -> bool:
+def is_as_masked(arena: Arena, marks: Tensor, like: Tensor, *, fp64: bool) -> bool:
     """Try it on this device: return whether the same noise samples the same tokens as from masked logits.
 
-    marks: of all slots, of which the first is free. like: [1, vocabulary], of the model's dtype.
+    marks: of all slots, of which the first is free. like: [1, vocabulary], of the model's dtype. fp64: as of `sample`.
     """
     items = itemset.build([[token] for token in range(0, like.shape[1], 1 + like.shape[1] // TRIED)])
-    rows, device = torch.arange(4, device=like.device), like.device
+    rows, seeds = torch.arange(4, device=like.device), torch.full((1,), 7, device=like.device)
     try:
         number = arena.acquire(items)
-    except ArenaFullError:  # for other sets there is room, and none is left for this one
-        return True
+    except ArenaFullError:
+        return False
     states, slots = torch.full_like(rows, number) << STATE_BITS, torch.zeros_like(rows)
-    logits = torch.randn(len(rows), like.shape[1], device=device).to(like.dtype)
-    of_slots = torch.full_like(slots[:1], 7), torch.ones(1, device=device)
-    sampled = sample(arena, logits, states, marks, slots, of_slots[1], of_slots[0], rows, False)
-    masked = arena.kernels.mask(arena, logits, states, marks, slots).float()
-    wanted = gumbel_sample(masked, slots, of_slots[1], of_slots[0], rows, apply_temperature=True, is_drafting=False)
+    generator = torch.Generator().manual_seed(0)  # of the host: all ranks try the same
+    logits = torch.randn(len(rows), like.shape[1], generator=generator).to(like.device, like.dtype)
+    masked = arena.kernels.mask(arena, logits.clone(), states, marks, slots).float()
+    same, how = True, {"apply_temperature": True, "is_drafting": False, "use_fp64": fp64}
+    for temperature in (0.7, 1.0):
+        temperatures = torch.full((1,), temperature, device=like.device)
+        sampled = sample(arena, logits, states, marks, slots, temperatures, seeds, rows, fp64)
+        same &= torch.equal(sampled, gumbel_sample(masked, slots, temperatures, seeds, rows, **how))
     arena.release(number)
-    return torch.equal(sampled, wanted)
+    return same
 
 
 @_jit

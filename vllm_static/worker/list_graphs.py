@@ -83,7 +83,7 @@ class ListGraphs:
         self._runner, self._first_block, self._record = runner, first_block, record
         self._pool = torch.cuda.graph_pool_handle() if runner.device.type == "cuda" else None
         self._seen = dict[Any, Recorded | None]()  # by kind; None of one that was made once
-        self.fails = False  # whether one could not be recorded
+        self.fails = False  # whether one could not be recorded, or was another list
 
     def _blocks(self, one: Asked) -> int:
         """Return the blocks of a prompt's bucket: a power of 2."""

@@ -59,6 +59,7 @@ class WideLists:
         config = StaticConfig.of(runner.vllm_config.additional_config)
         self._rows_a_step = config.max_list_rows_per_step or runner.max_num_tokens
         recorded = runner.device.type == "cuda" and compat.is_on(config.item_set_list_graphs, runner.device)
+        recorded &= config.item_set_list_graphs == "on" or not runner.vllm_config.model_config.enforce_eager
         self.graphs = ListGraphs(runner, self._first_block) if recorded else None
         self.asked, self.begun = dict[int, Asked](), dict[int, Asked]()
         self._making: list[Making] = []  # in turn: the entries are the first one's

@@ -170,8 +170,8 @@ def measure() -> None:
 
 
 def _agreeing(llm: Any, ways: dict[str, dict[str, bool]]) -> dict[str, Any]:
-    """How many of the answers with the same seeds each way gives as the mask does, but for rounding all, and how many
-    items of a list a graph has as its passes do."""
+    """Count the answers that each way samples as the mask does with the same seeds (all, but for rounding), and the
+    items that a graph's list has in common with the list made pass by pass."""
     from vllm import SamplingParams
 
     prompts: Any = [{"prompt_token_ids": [3 + i, 4 + i]} for i in range(SIZE.rows[-1])]
@@ -277,7 +277,7 @@ def switched(
 
 
 class _Run:
-    """So many requests, and the steps in which they are answered."""
+    """A batch of requests, and the engine steps that answer it."""
 
     def __init__(self, llm: Any, name: str | None, count: int) -> None:
         from vllm import SamplingParams
@@ -310,7 +310,7 @@ class _Run:
 
 
 def _answers(llm: Any, name: str | None, count: int) -> dict[str, Any]:
-    """Milliseconds of a decoding step of so many rows: of those in which no request begins or ends."""
+    """Measure a decoding step with `count` rows, in ms: only steps in which no request starts or finishes count."""
     run, times, adding = _Run(llm, name, count), list[float](), list[float]()
     for repeat in range(1 + SIZE.repeats):
         before = dict(_sets(llm).narrow.steps)
@@ -340,7 +340,7 @@ def _answers(llm: Any, name: str | None, count: int) -> dict[str, Any]:
 
 
 def _list_of(llm: Any, width: int, tokens: int, number: int) -> Any:
-    """Ask for a list after one of the prompts of so many tokens."""
+    """Request a list. number: which prompt; tokens: its length."""
     from vllm.sampling_params import BeamSearchParams
 
     params = BeamSearchParams(beam_width=width, max_tokens=4)
@@ -379,7 +379,7 @@ def _lists(llm: Any, width: int, tokens: int) -> dict[str, Any]:
 
 
 def profiled(work: Callable[[], Any]) -> dict[str, float]:
-    """How long the device is busy with some work, in ms, and with the kernels that take longest."""
+    """Return for how long `work` keeps the device busy, in ms, and its kernels that take longest."""
     import torch
 
     torch.cuda.synchronize()

@@ -276,15 +276,15 @@ class TestTriton:
 
     def test_a_recorded_list_is_made_again_for_other_prompts(self, engine):
         """The first of a kind runs as ever, the second is recorded; a prompt of more blocks is of another kind."""
-        lengths = [20, 31, 33, 9]
+        lengths = [20, 31, 33, 9, 25]
         found, recorded, replayed = engine.call(by_graphs, "ragged", False, lengths)
-        assert (recorded, replayed) == (1, 3)  # one more, that is held against its passes
+        assert (recorded, replayed) == (1, 2)
         expected = engine.call(as_accelerators, "ragged", 4, 3, False, lengths)
         for items, one in zip(found, expected, strict=True):
             same(items, one)
             assert items
 
-    @pytest.mark.parametrize(("fails", "counts"), [("at once", (1, 0)), ("later", (1, 2))])
+    @pytest.mark.parametrize(("fails", "counts"), [("at once", (1, 0)), ("later", (1, 1))])
     def test_lists_are_made_as_ever_where_a_graph_makes_others(self, engine, fails, counts):
         lengths = [20, 31, 28, 30]
         found, recorded, replayed = engine.call(by_graphs, "ragged", False, lengths, None, fails)

@@ -29,7 +29,7 @@ _STATE, _CONSUMED, _ANY_CONSUMED, _CONSUMED_MASK, _COUNT_MASK, _TREE, _COLUMNS =
     batch_module, "STATE CONSUMED ANY_CONSUMED CONSUMED_MASK COUNT_MASK TREE COLUMNS"
 )
 # A batch's tensors are single arguments: Triton 3.7 specializes all elements of a tuple, whatever `jit` says.
-_jit = tables.jit()
+_jit = tables.jit
 
 
 def advance(arena: Arena, states: Tensor, tokens: Tensor, marks: Tensor | None, out: Tensor) -> Tensor:

@@ -36,17 +36,12 @@ LOCAL, HEADER = tl.constexpr(batch.LOCAL), tl.constexpr(levels.HEADER)
 DEAD_NODE = tl.constexpr(trie_tables.TERMINAL)
 
 
-def jit(*fixed: str) -> Callable[[Callable[..., None]], Any]:
-    """Return a decorator of kernels, which are compiled for the values and alignment of the arena's tensors and of the
-    `fixed` arguments alone: all others differ from step to step, and a kernel would have to be compiled again."""
-
-    def compiled(kernel: Callable[..., None]) -> Any:
-        given = inspect.signature(kernel).parameters.items()
-        others = {name for name, one in given if one.annotation is not tl.constexpr}
-        names = sorted(others - {"words", "sets", *fixed})
-        return triton.jit(do_not_specialize=names, do_not_specialize_on_alignment=names)(kernel)
-
-    return compiled
+def jit(kernel: Callable[..., None]) -> Any:
+    """Compile a kernel for the alignment of the arena's tensors and its constants alone: all other arguments differ
+    from step to step, and it would have to be compiled again."""
+    given = inspect.signature(kernel).parameters.items()
+    names = sorted({name for name, one in given if one.annotation is not tl.constexpr} - {"words", "sets"})
+    return triton.jit(do_not_specialize=names, do_not_specialize_on_alignment=names)(kernel)
 
 
 @triton.jit

@@ -17,7 +17,7 @@ _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15 - (1 << 64))
 _FIRST = tl.constexpr(0xBF58476D1CE4E5B9 - (1 << 64))
 _SECOND = tl.constexpr(0x94D049BB133111EB - (1 << 64))
 
-kernel = tables.jit()
+kernel = tables.jit
 
 
 @triton.jit

@@ -18,8 +18,8 @@ REQUESTS = Counter("item_set:requests", "Requests with an item set.", ["item_set
 REFUSED = Counter("item_set:refused_requests", "Requests refused for their item set, HTTP 400.", ["reason"])
 ENCODED = Counter("item_set:encoded_texts", "Texts of inline sets that were encoded.")
 LISTS = Counter("item_set:ranked_lists", "Ranked lists: in one request, or why by rounds of requests.", ["way"])
-_SLOW = "1 with the reason why rounds of requests make all lists."
-BY_ROUNDS = Gauge("item_set:lists_by_rounds", _SLOW, ["reason"], multiprocess_mode="livemax")
+_BY_ROUNDS = "1 with the reason why rounds of requests make all lists."
+BY_ROUNDS = Gauge("item_set:lists_by_rounds", _BY_ROUNDS, ["reason"], multiprocess_mode="livemax")
 DRAWS = Counter("item_set:draw_requests", "Requests for draws: in one request, or why rounds ended them.", ["way"])
 ONE_REQUEST, UNDECIDED = "one request", "more might ring before than there are beams"
 """Ways of lists and draws: made whole, and draws that a step has not decided, which rounds then ended."""

@@ -32,7 +32,7 @@ def record_cuda(program: Program, pool: Any) -> Program:
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # other threads copy sets meanwhile
             result = program()
     except RuntimeError:
-        torch.cuda.set_stream(stream)  # which torch leaves behind where a capture ends too early
+        torch.cuda.set_stream(stream)  # torch does not restore it when a capture fails
         raise
 
     def replay() -> Tensor:
@@ -109,23 +109,19 @@ class ListGraphs:
         kind = (one.kind, self._blocks(one))
         recorded = self._seen.pop(kind, None)
         if recorded is None or recorded.plan is not plan or recorded.alphabet is not alphabet:
-            recorded, table = self._recorded(one, make, plan, alphabet)
-            if recorded is None:
-                return table
-        else:
-            assert one.states is not None
-            tries = not recorded.tried and not torch.equal(recorded.states, one.states)
-            recorded.states.copy_(one.states)
-            recorded.kv.move_to(one.prompt)
-            if tries:
-                recorded.tried, table = True, recorded.replay().clone()
-                expected = self._by_passes(one, make)
-                if not self.fails and not alike(table, expected):
-                    self._give_up("a replay has made another list than its passes do")
-                if self.fails:
-                    return expected
+            return self._record_as(kind, one, make, plan, alphabet)
+        assert one.states is not None
+        tries = not recorded.tried and not torch.equal(recorded.states, one.states)
+        recorded.states.copy_(one.states)
+        recorded.kv.move_to(one.prompt)
         self._keep(kind, recorded)
-        return recorded.replay().clone()  # another list's replay may use its memory
+        table = recorded.replay().clone()  # another list's replay may use its memory
+        if not tries:
+            return table
+        recorded.tried, expected = True, self._by_passes(one, make)
+        if not self.fails and not alike(table, expected):
+            self._give_up("a replay has made another list than its passes do")
+        return expected
 
     def _keep(self, kind: Any, recorded: Recorded | None) -> None:
         """Note a kind as the one used last. Kinds follow from requests, so there is a limit of them."""
@@ -133,8 +129,8 @@ class ListGraphs:
         while len(self._seen) > MOST:
             del self._seen[next(iter(self._seen))]
 
-    def _recorded(self, one: Asked, make: Any, plan: Any, alphabet: Any) -> tuple[Recorded | None, Tensor]:
-        """Make a list, and record it: None if it cannot be."""
+    def _record_as(self, kind: Any, one: Asked, make: Any, plan: Any, alphabet: Any) -> Tensor:
+        """Return a list's table, made pass by pass, and record these passes for the next list of its kind."""
         assert one.states is not None
         states, device = one.states.clone(), self._runner.device
         (block,) = self._runner.block_tables.block_sizes
@@ -151,10 +147,10 @@ class ListGraphs:
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
         try:
-            return Recorded(states, kv, self._record(program, self._pool), plan, alphabet), table
+            self._keep(kind, Recorded(states, kv, self._record(program, self._pool), plan, alphabet))
         except RuntimeError as error:  # no memory, or a model that does what no graph can record
             self._give_up(error)
-            return None, table
+        return table
 
     def _by_passes(self, one: Asked, make: Callable[..., Generator[int, None, Tensor]]) -> Tensor:
         """Make a list as ever; if the graphs' memory leaves too little for it, without them from now on."""

@@ -231,10 +231,9 @@ class ItemSetProcessor(LogitsProcessor):
         if self.child_sampling:
             from vllm_static.worker.triton_child_sampling import is_as_masked
 
-            as_masked = is_as_masked(self.arena, self._slots.marks, logits, fp64=self._fp64)
-            if not as_masked:
+            self.child_sampling = is_as_masked(self.arena, self._slots.marks, logits, fp64=self._fp64)
+            if not self.child_sampling:
                 logger.warning("Answers are sampled from masked logits: without a mask other tokens were sampled")
-            self.child_sampling = as_masked
         if self._drafts:  # as `force_drafts` and `mask_drafts`
             states = self._slots.walk(self._batch(slot))
             proposed = torch.zeros(1, self._drafts, dtype=torch.int64, device=device)

@@ -8,7 +8,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -113,8 +113,7 @@ class NarrowHead:
 
     def _apart(self, key: bytes) -> bool:
         """Return whether rows of the head would have to be copied, and are not. The same on all ranks."""
-        runs = 1 + np.count_nonzero(np.diff(np.frombuffer(key, np.int64)) != 1)
-        return not self.copies and bool(runs > MOST_RUNS)
+        return not self.copies and _runs(key) > MOST_RUNS
 
     def _large(self, key: bytes, share: int) -> bool:
         return bool(share * len(key) // 8 > self._runner.vocab_size)
@@ -148,24 +147,24 @@ class NarrowHead:
         spans = np.split(own_np, starts[1:]) if len(own_np) else []
         runs = tuple(slice(int(span[0]), int(span[-1]) + 1) for span in spans) if len(spans) <= MOST_RUNS else ()
         each, weight = max(len(one) for one in of_ranks), head.weight
-        counts = (len(tokens) * 8, len(own_np) * 8, size * 4, 0 if runs else len(own_np) * weight[0].nbytes)
-        # As much on each rank, so that all have room or none has.
-        copies = any(1 + np.count_nonzero(np.diff(one) != 1) > MOST_RUNS for one in of_ranks)
-        most = (len(tokens) * 8, each * 8, size * 4, each * weight[0].nbytes if copies else 0)
-        piece = self._piece(sum(-(-count // 16) * 16 for count in most))
+        # As many bytes on each rank, so that all have room or none has.
+        copied_rows = each if any(_runs(one.tobytes()) > MOST_RUNS for one in of_ranks) else 0
+        sizes = (len(tokens) * 8, each * 8, size * 4, copied_rows * weight[0].nbytes)
+        piece = self._piece(sum(-(-nbytes // 16) * 16 for nbytes in sizes))
         if piece is None:
             return None
         parts, at = [], piece.start
-        for count, dtype in zip(counts, (torch.int64, torch.int64, torch.int32, weight.dtype), strict=True):
-            parts.append(self._memory[at : at + count].view(dtype))
-            at += -(-count // 16) * 16
+        for nbytes, dtype in zip(sizes, (torch.int64, torch.int64, torch.int32, weight.dtype), strict=True):
+            parts.append(self._memory[at : at + nbytes].view(dtype))
+            at += -(-nbytes // 16) * 16
         own_tokens, own, columns, gathered = parts
+        own = own[: len(own_np)]
         own_tokens.copy_(compat.to_device(tokens, device))
         own.copy_(compat.to_device(own_np, device))
         columns.zero_()
         places = np.concatenate([rank * each + np.arange(len(one)) for rank, one in enumerate(of_ranks)])
         columns[own_tokens] = compat.to_device(places, device).int()
-        copied = None if runs else gathered.view(len(own_np), weight.shape[1])
+        copied = None if runs else gathered.view(-1, weight.shape[1])[: len(own_np)]
         if copied is not None:
             torch.index_select(weight, 0, own, out=copied)
         return Alphabet(own_tokens, columns, own, own_np, each, runs, copied, piece)
@@ -222,6 +221,12 @@ class NarrowHead:
             alphabet = _between(*beams.span, alphabet)
         logits = self.logits(hidden.flatten(0, 1), alphabet)
         beams.round(logits.view(*hidden.shape[:2], -1), columns=alphabet.columns)
+
+
+@lru_cache(64)
+def _runs(key: bytes) -> int:
+    """Return in how many runs of consecutive ids these ascending int64 ids lie."""
+    return 1 + int(np.count_nonzero(np.diff(np.frombuffer(key, np.int64)) != 1))
 
 
 def _between(first: int, last: int, alphabet: Alphabet) -> Alphabet:

@@ -14,7 +14,7 @@ from itemset.trie.walk import STATE_BITS
 
 WARPS = 4
 TRIED = 500  # tokens of the trial
-_jit = tables.jit("vocabulary")
+_jit = tables.jit
 
 
 def sample(

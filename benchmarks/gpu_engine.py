@@ -48,7 +48,8 @@ class Size:
     rows: tuple[int, ...] = (512, 64)
     prompt: int = 16
     steps: int = 8
-    repeats: int = 5
+    turns: int = 8  # of the ways
+    repeats: int = 5  # of half of a list's measurements
     lists: tuple[tuple[int, int], ...] = ((64, 1_000), (256, 1_000), (256, 100), (5_000, 1_000))
 
 
@@ -64,7 +65,7 @@ LOAD: dict[str, Any] = {
 }  # fmt: skip
 if TINY:
     sets = (("items", 8, 20, 1), ("ids", 3, 40, 3))
-    SIZE = Size(2_000, 1_000, sets, 3_000, (64, 64, 2, 2, 1, 32), (4,), 16, 8, 1, ((4, 20),))
+    SIZE = Size(2_000, 1_000, sets, 3_000, (64, 64, 2, 2, 1, 32), (4,), 16, 8, 2, 1, ((4, 20),))
     LOAD = {"load_format": "dummy", "max_model_len": 256, "max_num_seqs": 8, "dtype": "float32", "enforce_eager": True}
 
 
@@ -153,13 +154,8 @@ def measure() -> None:
         "none": {}, "device": {}, "narrow": {"narrow": True}, "children": {"children": True},
         "narrow, children": {"narrow": True, "children": True}, "host": {"host": True},
     }  # fmt: skip
-    none = 0.0
     for count in SIZE.rows:
-        for way, switches in ways.items():
-            with reported(way), switched(llm, **switches):
-                row = _answers(llm, None if way == "none" else "items", count)
-                none = row["ms a step"] if way == "none" else none
-                say({"way": way, **row, "of none": row["ms a step"] / none})
+        _interleaved(llm, ways, count)
     for width, tokens in SIZE.lists:
         for graphs in (False,) if TINY else (True, False):
             with reported(f"list of {width}"), switched(llm, graphs=graphs):
@@ -308,35 +304,94 @@ class _Run:
         while self._llm.llm_engine.has_unfinished_requests():
             self.take(1)
 
-
-def _answers(llm: Any, name: str | None, count: int) -> dict[str, Any]:
-    """Measure a decoding step with `count` rows, in ms: only steps in which no request starts or finishes count."""
-    run, times, adding = _Run(llm, name, count), list[float](), list[float]()
-    for repeat in range(1 + SIZE.repeats):
-        before = dict(_sets(llm).narrow.steps)
-        adding.append(run.begin())
-        for _ in range(SIZE.steps - 3):
-            began = time.perf_counter()
-            run.take(1)
-            times.append(time.perf_counter() - began)
-        run.finish()
-        if repeat == 0:  # whatever is compiled or recorded at a first use
-            times.clear()
-    row = {
-        "rows": count,
-        "ms a step": median(times) * 1e3,
-        "least": min(times) * 1e3,
-        "tokens a second": count / median(times),
-        "us to add a request": median(adding) / count * 1e6,
-    }
-    if name:
+    def illegal(self, name: str) -> int:
+        """Return how many answers are no items of a set."""
         import itemset
 
-        found = itemset.load(HOME / f"{name}.itemset").lookup(run.answers)
-        row["illegal"] = int((found < 0).sum())
-        now: Any = _sets(llm).narrow.steps
-        row["steps"] = {why: more for why in now if (more := now[why] - before.get(why, 0))}
-    return row
+        return int((itemset.load(HOME / f"{name}.itemset").lookup(self.answers) < 0).sum())
+
+
+def _interleaved(llm: Any, ways: dict[str, dict[str, bool]], count: int) -> None:
+    """Measure a decoding step with `count` rows of each way, in ms: only steps in which no request starts or finishes
+    count. The ways take turns, and each is held against no set in the same turn: a machine's own speed drifts."""
+    runs = {way: _Run(llm, None if way == "none" else "items", count) for way in ways}
+    turns: dict[str, list[list[float]]] = {way: [] for way in ways}
+    rows: dict[str, dict[str, Any]] = {way: {"rows": count} for way in ways}
+    parts: dict[str, Parts] = {way: Parts(llm) for way in ways}
+    adding: dict[str, list[float]] = {way: [] for way in ways}
+    for turn in range(1 + SIZE.turns):
+        for way, run in runs.items():
+            with reported(way), switched(llm, **ways[way]):
+                before = dict(_sets(llm).narrow.steps)
+                adding[way].append(run.begin())
+                times = list[float]()
+                with parts[way].taken(turn > 0):
+                    for _ in range(SIZE.steps - 3):
+                        began = time.perf_counter()
+                        run.take(1)
+                        times.append((time.perf_counter() - began) * 1e3)
+                run.finish()
+                if turn:  # whatever is compiled or recorded at a first use is over
+                    turns[way].append(times)
+                if way != "none":
+                    rows[way]["illegal"] = rows[way].get("illegal", 0) + run.illegal("items")
+                    now: Any = _sets(llm).narrow.steps
+                    rows[way]["steps"] = {why: more for why in now if (more := now[why] - before.get(why, 0))}
+    none = [median(one) for one in turns["none"]]
+    for way, of_way in turns.items():
+        if not of_way:  # it has failed
+            continue
+        each = [median(one) for one in of_way]
+        ratios = sorted(one / other for one, other in zip(each, none, strict=False))
+        steps = sum(map(len, of_way))
+        say({
+            "way": way, **rows[way], "ms a step": median(each), "least": min(map(min, of_way)),
+            "of none": median(ratios), "of none, least and most": [ratios[0], ratios[-1]],
+            "us to add a request": median(adding[way]) / count * 1e6,
+            "host, ms a step": parts[way].of(steps),
+        })  # fmt: skip
+
+
+class Parts:
+    """The host's time in parts of an engine's step; what is left of a step is spent waiting for the device, or passed
+    from one part to the next."""
+
+    def __init__(self, llm: Any) -> None:
+        core, engine = _core(llm), llm.llm_engine
+        self._spent = Counter[str]()
+        self._where = [
+            (core.scheduler, "schedule"), (core.scheduler, "get_grammar_bitmask"),
+            (core.scheduler, "update_from_output"), (core.model_executor, "execute_model"),
+            (core.model_executor, "sample_tokens"), (engine.output_processor, "process_outputs"),
+        ]  # fmt: skip
+        if _sets(llm).lists is not None:
+            self._where += [(_sets(llm).lists, "answer"), (engine.input_processor.static_front_end.one_request, "read")]
+
+    @contextlib.contextmanager
+    def taken(self, counts: bool = True) -> Iterator[None]:
+        """Count what is called meanwhile."""
+        if counts:
+            for owner, name in self._where:
+                setattr(owner, name, self._timed(name, getattr(owner, name)))
+        try:
+            yield
+        finally:
+            for owner, name in self._where if counts else ():
+                delattr(owner, name)
+
+    def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **options: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return call(*args, **options)
+            finally:
+                self._spent[name] += time.perf_counter() - began
+
+        return timed
+
+    def of(self, count: int) -> dict[str, float]:
+        """Return the ms of each part, one of `count`."""
+        return {name: spent / count * 1e3 for name, spent in self._spent.items()}
 
 
 def _list_of(llm: Any, width: int, tokens: int, number: int) -> Any:
@@ -354,7 +409,7 @@ def _lists(llm: Any, width: int, tokens: int) -> dict[str, Any]:
     import itemset
     from vllm_static.worker import beam_forward
 
-    times, passes, run = list[float](), 0, beam_forward._run
+    times, passes, run, parts = list[float](), 0, beam_forward._run, Parts(llm)
 
     def counted(*args: Any) -> Any:
         nonlocal passes
@@ -365,7 +420,8 @@ def _lists(llm: Any, width: int, tokens: int) -> dict[str, Any]:
     try:
         for repeat in range(2 + 2 * SIZE.repeats):
             passes, began = 0, time.perf_counter()
-            found = _list_of(llm, width, tokens, repeat)
+            with parts.taken(repeat > 1):
+                found = _list_of(llm, width, tokens, repeat)
             times.append((time.perf_counter() - began) * 1e3)
     finally:
         beam_forward._run = run
@@ -375,6 +431,7 @@ def _lists(llm: Any, width: int, tokens: int) -> dict[str, Any]:
     return {
         "ms": median(later[1:]), "least": min(later), "first, ms": first, "items": len(items),
         "distinct": len(set(items)), "illegal": int((~legal).sum()), "passes inside a step": passes,
+        "host, ms": parts.of(2 * SIZE.repeats),
     }  # fmt: skip
 
 

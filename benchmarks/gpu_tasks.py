@@ -18,7 +18,7 @@ import torch
 CUDA = os.environ.get("TRITON_INTERPRET") != "1"
 DEVICE = "cuda" if CUDA else "cpu"
 CALLS_SECONDS = 35  # of the golden calls: what is left then is skipped
-CHECKS_SECONDS = 15  # of each kind of check
+CHECKS_SECONDS = 30  # of each kind of random checks: what has begun is ended
 SAMPLED, ROWS = 10_000_000, 512  # tokens, and rows of a step
 
 
@@ -123,12 +123,13 @@ def checks(golden: Path) -> None:
     works: dict[str, Any] = {
         "log-sum-exp, less float64's": lambda: gpu_checks.check_sums(DEVICE),
         "copies beside steps": lambda: gpu_checks.copies(DEVICE),
-        "rounds of lists": lambda: gpu_checks.check_lists(DEVICE, 0.1, until(CHECKS_SECONDS)),
         "schedules": lambda: gpu_checks.checks(DEVICE, 0.05, until(CHECKS_SECONDS)),
+        "rounds of lists": lambda: gpu_checks.check_lists(DEVICE, 0.1, until(CHECKS_SECONDS)),
     }
     for what, work in works.items():
+        began = time.monotonic()
         try:
-            emit({"checked": what, "ok": True, **(work() or {})})
+            emit({"checked": what, "ok": True, **(work() or {}), "seconds": round(time.monotonic() - began, 1)})
         except Exception as error:  # a row: what comes after it is checked all the same
             emit({"checked": what, "ok": False, "failed": f"{type(error).__name__}: {error}"[:300]})
 

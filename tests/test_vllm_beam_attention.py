@@ -13,8 +13,21 @@ import pytest
 import torch
 from devices import DEVICE
 from engines import take_triton_attention
-from test_vllm_wide_lists import PLAIN, ROOMY, as_accelerators, given, inside, prompt_of, rounds, runner_of, same
+from test_vllm_wide_lists import (
+    PLAIN,
+    ROOMY,
+    as_accelerators,
+    fixed_shapes,
+    given,
+    inside,
+    prompt_of,
+    rounds,
+    runner_of,
+    same,
+)
 from torch import Tensor
+
+from vllm_static.front.list_requests import RankingParams
 
 TRITON: dict[str, Any] = {"attention_config": {"backend": "TRITON_ATTN"}, "prepare": take_triton_attention}
 ON_GPU = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
@@ -210,11 +223,18 @@ def forms_of(llm: Any) -> tuple[set[str], set[str]]:
 
 
 def by_graphs(
-    llm: Any, name: str, renormalised: bool, lengths: list[int], most_rows: int | None = None, fails: str | None = None
+    llm: Any,
+    name: str,
+    renormalised: bool,
+    lengths: list[int],
+    most_rows: int | None = None,
+    fails: str | None = None,
+    boost: float | None = None,
 ) -> tuple[list[Any], int, int]:
     """Lists of prompts, one after the other, with fixed shapes, and how often one was recorded and replayed. On a CPU
     a replay runs the recorded program again: on the buffers that it reads, with the constants that it has. fails:
-    "at once" if none can be recorded, "later" if a replay gives the list that was recorded, whatever the prompt."""
+    "at once" if none can be recorded, "later" if a replay gives the list that was recorded, whatever the prompt.
+    boost: by which the lists are steered."""
     from vllm_static.worker.list_graphs import ListGraphs
 
     lists, recorded, replayed = runner_of(llm).prompt_logprobs_worker.static_lists, 0, 0
@@ -238,8 +258,19 @@ def by_graphs(
 
     given = {"narrow": False, "graphs": ListGraphs(runner_of(llm), lists._first_block, record)}
     with mock.patch.multiple(lists, **given, _rows_a_step=most_rows or lists._rows_a_step):
-        found = [inside(llm, name, 4, 3, renormalised, [length])[0] for length in lengths]
+        if boost is not None:
+            found = [boosted(llm, name, boost, length) for length in lengths]
+        else:
+            found = [inside(llm, name, 4, 3, renormalised, [length])[0] for length in lengths]
     return found, recorded, replayed
+
+
+def boosted(llm: Any, name: str, weight: float, length: int) -> list[Any]:
+    """A list steered by this weight of the attribute `tag`, with fixed shapes."""
+    params = RankingParams(beam_width=3, max_tokens=40, width=4, item_set=name, extra_args={"boost": {"tag": weight}})
+    with fixed_shapes(llm):
+        (found,) = llm.beam_search([{"prompt_token_ids": prompt_of(length)}], params)
+    return [(tuple(one.tokens[length:-1]), one.score) for one in found.sequences]
 
 
 @pytest.mark.parametrize(
@@ -283,6 +314,12 @@ class TestTriton:
         for items, one in zip(found, expected, strict=True):
             same(items, one)
             assert items
+
+    def test_a_steered_list_is_recorded_too(self, engine):
+        found, recorded, replayed = engine.call(by_graphs, "tagged", False, [9, 12, 10], None, None, 0.5)
+        assert (recorded, replayed) == (1, 1)
+        same(found[2], engine.call(boosted, "tagged", 0.5, 10))
+        assert found[2][0][1] - engine.call(boosted, "tagged", 0.0, 10)[0][1] == pytest.approx(2 * 0.5)  # tags: 0 to 2
 
     @pytest.mark.parametrize(("fails", "counts"), [("at once", (1, 0)), ("later", (1, 1))])
     def test_lists_are_made_as_ever_where_a_graph_makes_others(self, engine, fails, counts):

@@ -7,6 +7,7 @@ prompt is held against the passes that it stands for.
 """
 
 import math
+import operator
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import partial
@@ -68,8 +69,7 @@ class Recorded:
     states: Tensor  # its inputs, with what the next has of its prompt
     kv: BeamKV
     replay: Program
-    plan: Any  # what it was recorded for, as is the next
-    alphabet: Any
+    of: tuple[Any, ...]  # what it was recorded for
     tried: bool = False  # whether a replay after another prompt was held against its passes
 
 
@@ -104,12 +104,13 @@ class ListGraphs:
         self._keep(kind, None)
         return False
 
-    def make(self, one: Asked, make: Callable[..., Generator[int, None, Tensor]], plan: Any, alphabet: Any) -> Tensor:
-        """Return a list's table. make: as of `WideLists`. plan: of its set's levels. alphabet: of its scores' head."""
+    def make(self, one: Asked, make: Callable[..., Generator[int, None, Tensor]], of: tuple[Any, ...]) -> Tensor:
+        """Return a list's table. make: as of `WideLists`. of: the plan of its set's levels, the alphabet of its scores'
+        head, and the bound of its boosts, of which a graph keeps those that it was recorded with."""
         kind = (one.kind, self._blocks(one))
         recorded = self._seen.pop(kind, None)
-        if recorded is None or recorded.plan is not plan or recorded.alphabet is not alphabet:
-            return self._record_as(kind, one, make, plan, alphabet)
+        if recorded is None or not all(map(operator.is_, recorded.of, of)):
+            return self._record_as(kind, one, make, of)
         assert one.states is not None
         tries = not recorded.tried and not torch.equal(recorded.states, one.states)
         recorded.states.copy_(one.states)
@@ -129,7 +130,7 @@ class ListGraphs:
         while len(self._seen) > MOST:
             del self._seen[next(iter(self._seen))]
 
-    def _record_as(self, kind: Any, one: Asked, make: Any, plan: Any, alphabet: Any) -> Tensor:
+    def _record_as(self, kind: Any, one: Asked, make: Any, of: tuple[Any, ...]) -> Tensor:
         """Return a list's table, made pass by pass, and record these passes for the next list of its kind."""
         assert one.states is not None
         states, device = one.states.clone(), self._runner.device
@@ -147,7 +148,7 @@ class ListGraphs:
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
         try:
-            self._keep(kind, Recorded(states, kv, self._record(program, self._pool), plan, alphabet))
+            self._keep(kind, Recorded(states, kv, self._record(program, self._pool), of))
         except RuntimeError as error:  # no memory, or a model that does what no graph can record
             self._give_up(error)
         return table

@@ -166,7 +166,9 @@ class WideLists:
             yield self._passes(group[0]).rows
             (one,) = group
             alphabet = self._sets.narrow.of_list(self._key(one)) if one.spec.renormalised else None
-            made = self.graphs.make(one, self._make, self._sets.arena.level_plan(one.number), alphabet)
+            arena = self._sets.arena
+            of = arena.level_plan(one.number), alphabet, arena.most_boost(one.number)
+            made = self.graphs.make(one, self._make, of)
         else:
             made = yield from self._make(group)
         for one, table in zip(group, made, strict=True):
@@ -176,8 +178,6 @@ class WideLists:
         """Return whether a graph makes this list: in one step, with the logits of each pass at once."""
         assert self.graphs is not None
         passes = self._passes(group[0])
-        if group[0].spec.boost:  # a graph would keep the bound of these boosts
-            return False
         at_once = not self.narrow and passes.tokens <= min(self._most_logits, self._runner.max_num_tokens)
         return at_once and self.graphs.takes(group, passes.rows, self._rows_a_step)
 

@@ -89,10 +89,10 @@ class ItemSetProcessor(LogitsProcessor):
 
     def alphabet_of(self, slots: np.ndarray) -> bytes | str:
         """Return the one alphabet of these requests, but for lists; or why there is none."""
-        given = [self._alphabets[slot] for slot in slots[~self.are_lists[slots]]]
-        other = next((one for one in given if one is not given[0] and one != given[0]), None)
-        why = next((one for one in given if isinstance(one, str)), None)
-        return why or (given[0] if other is None else "sets with other tokens")
+        given = [self._alphabets[slot] for slot in slots[~self.are_lists[slots]].tolist()]
+        if given.count(given[0]) == len(given):  # as nearly ever, and counted without Python's own loop
+            return given[0]
+        return next((one for one in given if isinstance(one, str)), "sets with other tokens")
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
         """Stage the request's set. Also called when it comes back after preemption: its output is walked again.

@@ -60,20 +60,21 @@ class Beams:
 
         self.random, self.dtype = torch.Generator(DEVICE).manual_seed(3), dtype
         shape = (GIVEN + OURS, KV_HEADS, BLOCK) if heads_first else (GIVEN + OURS, BLOCK, KV_HEADS)
-        cache = torch.full((*shape, 2 * SIZE), 1_000, dtype=dtype, device=DEVICE)
+        kept = torch.float8_e4m3fn if layer.impl.kv_cache_dtype == "fp8" else dtype
+        cache = torch.full((*shape, 2 * SIZE), 400, device=DEVICE).to(kept)
         self.cache = cache if heads_first else cache.transpose(1, 2)
         blocks = torch.randperm(GIVEN, generator=torch.Generator().manual_seed(1)).int().view(len(LENGTHS), -1)
         tables = SimpleNamespace(block_sizes=[BLOCK], block_tables=[SimpleNamespace(gpu=blocks.to(DEVICE))])
         runner = SimpleNamespace(block_tables=tables, device=torch.device(DEVICE))
         self.seen = []
         for table, length in zip(blocks.long().to(DEVICE), LENGTHS, strict=True):
-            at, content = torch.arange(length, device=DEVICE), self.draw(length, KV_HEADS, 2 * SIZE)
+            at, content = torch.arange(length, device=DEVICE), self.draw(length, KV_HEADS, 2 * SIZE).to(kept)
             slots = table[at // BLOCK] * BLOCK + at % BLOCK
             if type(layer.impl).__name__.startswith("CPU"):  # whose cache is packed
                 layer.impl.do_kv_cache_update(layer, *self.halves(content), self.cache, slots)
             else:
                 self.cache[slots // BLOCK, :, slots % BLOCK] = content
-            self.seen += [content] * ROWS
+            self.seen += [content.to(dtype)] * ROWS
         prompts = [Prompt(str(i), i, length) for i, length in enumerate(LENGTHS)]
         self.kv = BeamKV(runner, prompts, GIVEN)
 
@@ -102,12 +103,14 @@ class Beams:
         self.kv.grow()
 
 
-def largest_difference(backend: str, dtype: torch.dtype, *, cap: float = 0.0, heads_first: bool = False) -> float:
+def largest_difference(
+    backend: str, dtype: torch.dtype, *, cap: float = 0.0, heads_first: bool = False, cache: str = "auto"
+) -> float:
     """Of any number of all passes, from one in float64. Some begin in the middle of a prompt's rows, and of the second
     one's tokens only the first has heirs."""
     from vllm_static.worker.beam_attention import attend
 
-    layer = layer_of(implementation(backend, logits_soft_cap=cap or None))
+    layer = layer_of(implementation(backend, logits_soft_cap=cap or None, kv_cache_dtype=cache))
     beams = Beams(layer, dtype, heads_first)
     known, largest = 0, 0.0
     for more in (1, 20, 2, 1):

@@ -17,6 +17,7 @@ from test_vllm_wide_lists import (
     PLAIN,
     ROOMY,
     as_accelerators,
+    by_rounds,
     fixed_shapes,
     given,
     inside,
@@ -35,20 +36,21 @@ ON_CPU = pytest.mark.skipif(DEVICE != "cpu", reason="vLLM's attention for CPUs")
 
 
 @pytest.mark.parametrize(
-    ("backend", "dtype", "cap", "heads_first"),
+    ("backend", "dtype", "cap", "heads_first", "cache"),
     [
-        pytest.param("FLASH_ATTN", torch.float16, 0.0, False, marks=ON_GPU),
-        pytest.param("FLASH_ATTN", torch.float16, 2.0, True, marks=ON_GPU),
-        ("TRITON_ATTN", torch.float32, 0.0, False),
-        ("TRITON_ATTN", torch.float32, 2.0, True),
-        pytest.param("CPU_ATTN", torch.float32, 0.0, True, marks=ON_CPU),
-        pytest.param("CPU_ATTN", torch.bfloat16, 0.0, True, marks=ON_CPU),
+        pytest.param("FLASH_ATTN", torch.float16, 0.0, False, "auto", marks=ON_GPU),
+        pytest.param("FLASH_ATTN", torch.float16, 2.0, True, "auto", marks=ON_GPU),
+        ("TRITON_ATTN", torch.float32, 0.0, False, "auto"),
+        ("TRITON_ATTN", torch.float32, 2.0, True, "auto"),
+        ("TRITON_ATTN", torch.float32, 0.0, True, "fp8"),
+        pytest.param("CPU_ATTN", torch.float32, 0.0, True, "auto", marks=ON_CPU),
+        pytest.param("CPU_ATTN", torch.bfloat16, 0.0, True, "auto", marks=ON_CPU),
     ],
 )
-def test_attention_in_two_parts(backend: str, dtype: torch.dtype, cap: float, heads_first: bool) -> None:
-    """Over three prompts, one of which ends with a block."""
+def test_attention_in_two_parts(backend: str, dtype: torch.dtype, cap: float, heads_first: bool, cache: str) -> None:
+    """Over three prompts, one of which ends with a block; those in a cache of 8 bits are as it keeps them."""
     most = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}[dtype]
-    assert beam_rows.largest_difference(backend, dtype, cap=cap, heads_first=heads_first) <= most
+    assert beam_rows.largest_difference(backend, dtype, cap=cap, heads_first=heads_first, cache=cache) <= most
 
 
 def test_one_form_of_our_kernel_serves_lists_draws_and_tails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +99,7 @@ def test_a_layer_launches_flash_attention_and_one_kernel_of_ours(monkeypatch: py
     class FlashAttentionImpl:
         """The attributes that `_by_flash` reads."""
 
-        head_size, scale, logits_soft_cap, vllm_flash_attn_version = 64, 0.125, 0.0, 3
+        head_size, scale, logits_soft_cap, vllm_flash_attn_version, kv_cache_dtype = 64, 0.125, 0.0, 3, "auto"
 
     def add_own(*args: Any) -> None:
         launched.append("add_own_kernel")
@@ -124,7 +126,8 @@ def test_a_layer_launches_flash_attention_and_one_kernel_of_ours(monkeypatch: py
         ({"sliding_window": 64}, "a sliding window"),
         ({"alibi_slopes": [0.5, 0.25, 0.125, 0.0625]}, "ALiBi"),
         ({"sinks": torch.zeros(beam_rows.HEADS)}, "attention sinks"),
-        ({"kv_cache_dtype": "fp8"}, "a KV cache of fp8"),
+        ({"kv_cache_dtype": "fp8"}, None),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "a KV cache of fp8_e5m2"),
         ({"kv_sharing_target_layer_name": "layers.0"}, "layers that share KV"),
     ],
 )
@@ -214,11 +217,11 @@ def forms_of(llm: Any) -> tuple[set[str], set[str]]:
         with mock.patch.multiple(theirs, **{name: Recorded(getattr(theirs, name), keys) for name in names}):
             if keys is tried:
                 for segments in (beam_attention.SEGMENTS, 1):
-                    beam_attention.largest_difference(layer, layer.kv_cache, segments)
+                    beam_attention.largest_difference(layer, runner.dtype, segments)
             else:
                 for many in (1 << 30, 1):
                     with mock.patch.object(beam_attention, "MANY", many):
-                        beam_attention.largest_difference(layer, layer.kv_cache, 0)
+                        beam_attention.largest_difference(layer, runner.dtype, 0)
     return tried, taken
 
 
@@ -328,6 +331,16 @@ class TestTriton:
         assert (recorded, replayed) == counts
         for items, one in zip(found, engine.call(as_accelerators, "ragged", 4, 3, False, lengths), strict=True):
             same(items, one)
+
+    def test_a_cache_of_8_bits(self, engines, tiny_model, static):
+        """Beams' own tokens are not rounded, so lists are nearly those of rounds, whose tokens are."""
+        engine = engines("v2", tiny_model, **static, **ROOMY, **TRITON, kv_cache_dtype="fp8")
+        for name, renormalised in (("fixed", False), ("ragged", True)):
+            (found,) = engine.call(as_accelerators, name, 4, 3, renormalised, [20])
+            expected = engine.call(by_rounds, name, 4, 3, renormalised, 20)
+            assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
+            for (_, score), (_, other) in zip(found, expected, strict=True):
+                assert score == pytest.approx(other, abs=0.1)
 
     def test_a_list_of_several_steps_is_in_no_graph(self, engine):
         found, recorded, _ = engine.call(by_graphs, "fixed", False, [20, 20, 20], 5)

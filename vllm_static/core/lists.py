@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from itemset.serving.config import StaticConfig
 from vllm_static import compat
 from vllm_static.compat import hook, logger
-from vllm_static.worker.beam_kv import Room
+from vllm_static.worker.beam_kv import Room, entries_of_block
 from vllm_static.worker.list_hooks import install, longest_item, try_out
 
 if TYPE_CHECKING:
@@ -72,9 +72,10 @@ def beam_blocks(config: StaticConfig, longest: int, cache: "KVCacheConfig", vllm
 
     longest: tokens of the longest item of the registered sets, 0 if there are none.
     """
-    block: int = cache.kv_cache_groups[0].kv_cache_spec.block_size
+    spec, model = cache.kv_cache_groups[0].kv_cache_spec, vllm_config.model_config
+    block = entries_of_block(spec, model.dtype)
     each = min(LONGEST, longest or USUAL)  # tokens
-    context = -(-vllm_config.model_config.max_model_len // block)
+    context = -(-model.max_model_len // spec.block_size)
     most = config.ranked_list_beams
     share = SHARE_UNASKED if most is None else SHARE
     left: int = min(cache.num_blocks // share, cache.num_blocks - context - 1)  # the scheduler keeps one block empty

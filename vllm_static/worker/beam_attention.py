@@ -15,12 +15,15 @@ from torch import Tensor
 from vllm import envs
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.platforms import current_platform
 
 from vllm_static.worker.beam_kv import BeamMetadata, PromptPart
 
 SEGMENTS = 8  # in which programs of Triton's kernel go through a prompt, if there are few queries
 MANY = 1 << 13  # queries times heads: this many fill a GPU with programs as they are
 TOLERANCE = 0.05  # of an attention of numbers around 1: what 16 bits may make of another order of adding
+FP8 = ("fp8", "fp8_e4m3")  # types of a KV cache whose prompts the engine's kernels read with its scales
+FP8_TOLERANCE = 0.25  # where kernels round probabilities to 8 bits
 
 
 def install(runner: Any) -> str | None:
@@ -40,10 +43,14 @@ def install(runner: Any) -> str | None:
         blocks, _, tokens, _ = layer.kv_cache.shape
         if (blocks, [tokens]) != (runner.kv_cache_config.num_blocks, runner.block_tables.block_sizes):
             raise NotImplementedError("a KV cache whose blocks are split for attention")
-        if layer.kv_cache.dtype != runner.dtype:
+        fp8 = layer.impl.kv_cache_dtype in FP8
+        if layer.kv_cache.itemsize != 1 if fp8 else layer.kv_cache.dtype != runner.dtype:
             raise NotImplementedError(f"a KV cache of {layer.kv_cache.dtype}")
+        if fp8 and max(layer._q_scale.numel(), layer._k_scale.numel(), layer._v_scale.numel()) > 1:
+            raise NotImplementedError("a KV cache with a scale for each head")
+        most = FP8_TOLERANCE if fp8 else TOLERANCE
         for segments in (SEGMENTS, 1) if type(layer.impl).__name__ == "TritonAttentionImpl" else (0,):
-            if not largest_difference(layer, layer.kv_cache, segments) <= TOLERANCE:  # nor if it is not a number
+            if not largest_difference(layer, runner.dtype, segments) <= most:  # nor if it is not a number
                 return f"attention that reads prompts once for all beams gives other numbers: {type(layer.impl)}"
         layer.impl.forward = _with_beams(layer.impl)
     return None
@@ -58,14 +65,16 @@ def why_not(impl: Any) -> str | None:
     name = type(impl).__name__
     if name not in _PROMPT:
         return f"layers of {name}"
+    on_cpu = name == "CPUAttentionBackendImpl"
+    types = ("auto", "float16", "bfloat16", *(() if on_cpu else FP8))
     reasons = {
         "a sliding window": impl.sliding_window not in (-1, (-1, -1)),
         "ALiBi, which goes by the distance of query and key": impl.alibi_slopes is not None,
         "attention sinks, which both parts would count": impl.sinks is not None,
-        f"a KV cache of {impl.kv_cache_dtype}": impl.kv_cache_dtype not in ("auto", "float16", "bfloat16"),
+        f"a KV cache of {impl.kv_cache_dtype}": impl.kv_cache_dtype not in types,
         "attention that is not a decoder's": impl.attn_type != "decoder",
         "layers that share KV": impl.kv_sharing_target_layer_name is not None,
-        "a soft cap of scores on a CPU": name == "CPUAttentionBackendImpl" and bool(impl.logits_soft_cap),
+        "a soft cap of scores on a CPU": on_cpu and bool(impl.logits_soft_cap),
         "FlashAttention's kernel for heads of 256": getattr(impl, "fa4_hd256", False),
         "an unknown version of FlashAttention": getattr(impl, "vllm_flash_attn_version", 0) is None,
     }
@@ -97,17 +106,18 @@ def attend(
     """Fill `output` with the attention of `query` over the prompts and the rows' own tokens, and keep the KV of each
     row's first token.
 
-    query, output: [tokens, heads, size]. new: keys and values of these tokens, each [tokens, KV heads, size]. kv_cache:
-    [blocks, KV heads, tokens of a block, 2 x size].
+    query, output: [tokens, heads, size]; with a cache of 8 bits the layer has quantised the queries. new: keys and
+    values of these tokens, each [tokens, KV heads, size]. kv_cache: [blocks, KV heads, tokens of a block, 2 x size].
     """
-    impl, own = layer.impl, own_entries(kv_cache, beams.first_block)
+    impl, own = layer.impl, own_entries(kv_cache, beams.first_block, output.dtype)
+    scale = impl.scale if query.dtype == output.dtype else impl.scale * layer._q_scale_float
     over_prompts, add = _PROMPT[type(impl).__name__], add_own
     if over_prompts is not _on_cpu:
         from vllm_static.worker import triton_attention
 
         add = triton_attention.add_own
     sums = over_prompts(layer, query, kv_cache, beams, output)
-    add(output, sums, query, new, own, beams.entries, beams.ancestors, impl.scale, impl.logits_soft_cap or 0.0)
+    add(output, sums, query, new, own, beams.entries, beams.ancestors, scale, impl.logits_soft_cap or 0.0)
 
 
 def add_own(
@@ -139,15 +149,15 @@ def add_own(
     output.copy_(output.float().lerp(added, torch.sigmoid(own_sums - sums.t()[:, :, None])))
 
 
-def own_entries(kv_cache: Tensor, first_block: int) -> Tensor:
-    """Return the memory of a layer's last blocks as entries of beams: [entries, KV heads, 2 x size]. Raises
-    NotImplementedError if a block's memory is not dense."""
+def own_entries(kv_cache: Tensor, first_block: int, dtype: torch.dtype) -> Tensor:
+    """Return the memory of a layer's last blocks as entries of beams: [entries, KV heads, 2 x size] of the model's
+    dtype, of which blocks of 8 bits hold half as many. Raises NotImplementedError if a block's memory is not dense."""
     blocks, kv_heads, tokens, both = kv_cache.shape
     if kv_cache.stride(0) != kv_heads * tokens * both:
         raise NotImplementedError(f"a KV cache with strides of {kv_cache.stride()}")
-    shape = ((blocks - first_block) * tokens, kv_heads, both)
     offset = kv_cache.storage_offset() + first_block * kv_cache.stride(0)
-    return kv_cache.as_strided(shape, (kv_heads * both, both, 1), offset)
+    memory = kv_cache.as_strided(((blocks - first_block) * kv_heads * tokens * both,), (1,), offset)
+    return memory.view(dtype).view(-1, kv_heads, both)
 
 
 def _by_flash(layer: Any, query: Tensor, kv_cache: Tensor, beams: BeamMetadata, output: Tensor) -> Tensor:
@@ -156,12 +166,16 @@ def _by_flash(layer: Any, query: Tensor, kv_cache: Tensor, beams: BeamMetadata, 
     from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
     from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
 
-    impl = layer.impl
-    keys, values = _keys_and_values(kv_cache, impl.head_size)
+    impl, scales = layer.impl, dict[str, Any]()
+    keys, values = _keys_and_values(kv_cache, impl)
+    if impl.kv_cache_dtype in FP8:
+        given = {"k_descale": layer._k_scale, "v_descale": layer._v_scale}
+        given |= {"q_descale": layer._q_scale} if impl.supports_quant_query_input else {}
+        scales = {name: scale.expand(len(beams.prompts.lengths), keys.shape[2]) for name, scale in given.items()}
     _, sums = flash_attn_varlen_func(
         q=query, k=canonicalize_singleton_dim_strides(keys), v=canonicalize_singleton_dim_strides(values), out=output,
         max_seqlen_q=beams.prompts.most_queries, window_size=[-1, -1], **_of_prompts(impl, beams.prompts),
-        return_softmax_lse=True, fa_version=impl.vllm_flash_attn_version,
+        return_softmax_lse=True, fa_version=impl.vllm_flash_attn_version, **scales,
     )  # fmt: skip
     return sums
 
@@ -171,7 +185,7 @@ def _by_triton(layer: Any, query: Tensor, kv_cache: Tensor, beams: BeamMetadata,
     the largest score of each, and the sum of exponentials."""
     from vllm.v1.attention.ops.triton_unified_attention import unified_attention
 
-    keys, values = _keys_and_values(kv_cache, layer.impl.head_size)
+    keys, values = _keys_and_values(kv_cache, layer.impl)
     sums, largest, exponentials = _segments(query, beams)
     unified_attention(
         q=query,
@@ -181,9 +195,10 @@ def _by_triton(layer: Any, query: Tensor, kv_cache: Tensor, beams: BeamMetadata,
         max_seqlen_q=1,  # by which that kernel is chosen; it takes any number of queries
         window_size=(-1, -1),
         **_of_prompts(layer.impl, beams.prompts),
-        q_descale=None,
+        q_descale=None if query.dtype == output.dtype else layer._q_scale,
         k_descale=layer._k_scale,
         v_descale=layer._v_scale,
+        kv_quant_mode=layer.impl._kv_quant_mode,
         seq_threshold_3D=len(beams.prompts.lengths),
         num_par_softmax_segments=largest.shape[-1],
         softmax_segm_output=sums,
@@ -193,10 +208,11 @@ def _by_triton(layer: Any, query: Tensor, kv_cache: Tensor, beams: BeamMetadata,
     return (exponentials.log() + largest).logsumexp(-1).t().contiguous()
 
 
-def _keys_and_values(kv_cache: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    if kv_cache.ndim != 4 or kv_cache.shape[-1] != 2 * size:
+def _keys_and_values(kv_cache: Tensor, impl: Any) -> tuple[Tensor, Tensor]:
+    if kv_cache.ndim != 4 or kv_cache.shape[-1] != 2 * impl.head_size:
         raise NotImplementedError(f"a KV cache of the shape {tuple(kv_cache.shape)}")
-    keys, values = kv_cache.transpose(1, 2).split(size, dim=-1)
+    kv_cache = kv_cache.view(current_platform.fp8_dtype()) if impl.kv_cache_dtype in FP8 else kv_cache
+    keys, values = kv_cache.transpose(1, 2).split(impl.head_size, dim=-1)
     return keys, values
 
 
@@ -281,14 +297,15 @@ _PROMPT = {"FlashAttentionImpl": _by_flash, "TritonAttentionImpl": _by_triton, "
 
 
 @torch.inference_mode()
-def largest_difference(layer: Any, kv_cache: Tensor, segments: int) -> float:
+def largest_difference(layer: Any, dtype: torch.dtype, segments: int) -> float:
     """Return how far the two parts are from a softmax in float64, for two rows after a prompt of three tokens that is
     written to the cache's last block but one. The last block has to be nobody's, too: kernels and versions of vLLM are
     many.
 
-    segments: as of `BeamMetadata`. Triton compiles a form for each, which then is there before the first list.
+    dtype: the model's. segments: as of `BeamMetadata`. Triton compiles a form for each, which then is there before the
+    first list.
     """
-    impl, device, dtype = layer.impl, kv_cache.device, kv_cache.dtype
+    impl, kv_cache, device = layer.impl, layer.kv_cache, layer.kv_cache.device
     blocks, kv_heads, block, _ = kv_cache.shape
     random = torch.Generator(device).manual_seed(1)
 
@@ -304,7 +321,12 @@ def largest_difference(layer: Any, kv_cache: Tensor, segments: int) -> float:
     part = PromptPart(numbers[:2].int() * 2, numbers[2:].int() + 1, table, [(0, 2, 3)], 2, 3)
     beams = BeamMetadata(numbers[:2, None], numbers.new_empty(2, 0), numbers[:2], part, blocks - 1, segments)
     output = torch.empty_like(query)
-    attend(layer, query, new, kv_cache, beams, output)
+    if impl.kv_cache_dtype in FP8:  # what the cache keeps, and what the layer asks
+        keys, values = (_rounded(one, scale) for one, scale in ((keys, layer._k_scale), (values, layer._v_scale)))
+    if (quantise := getattr(layer, "query_quant", None)) is not None:
+        asked = quantise(query.flatten(1), layer._q_scale)[0].view_as(query)
+        query = _rounded(query, layer._q_scale)
+    attend(layer, query if quantise is None else asked, new, kv_cache, beams, output)
     group = impl.num_heads // kv_heads
     all_keys, all_values = (
         torch.cat((old.expand(2, -1, -1, -1), own[:, None]), 1).double().repeat_interleave(group, 2)
@@ -315,3 +337,8 @@ def largest_difference(layer: Any, kv_cache: Tensor, segments: int) -> float:
         scores = cap * torch.tanh(scores / cap)
     expected = torch.einsum("rhk,rkhd->rhd", scores.softmax(-1), all_values)
     return float((output - expected).abs().max())
+
+
+def _rounded(values: Tensor, scale: Tensor) -> Tensor:
+    """Return what 8 bits keep of values."""
+    return (values / scale).to(current_platform.fp8_dtype()).to(values.dtype) * scale

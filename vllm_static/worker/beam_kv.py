@@ -24,6 +24,12 @@ class Room(NamedTuple):
     tokens: int  # whose logits may stand in memory
 
 
+def entries_of_block(kv_cache_spec: Any, dtype: torch.dtype) -> int:
+    """Return for how many beams' tokens a block has room. dtype: the model's, of which they are in any cache."""
+    entries: int = kv_cache_spec.block_size * kv_cache_spec.dtype.itemsize // dtype.itemsize
+    return entries
+
+
 class Prompt(NamedTuple):
     """A request whose prompt's KV is complete."""
 

@@ -22,7 +22,7 @@ from itemset.serving.config import StaticConfig
 from itemset.serving.wire import HEAD, MOST_LOGITS, REASONS, EngineRequest, ListSpec, NoList
 from vllm_static import compat
 from vllm_static.worker.beam_forward import run_logits, states_after, use_adapters
-from vllm_static.worker.beam_kv import BeamKV, Prompt, Room
+from vllm_static.worker.beam_kv import BeamKV, Prompt, Room, entries_of_block
 from vllm_static.worker.list_graphs import ListGraphs
 from vllm_static.worker.masks import ItemSetProcessor
 from vllm_static.worker.passes import Asked, Passes
@@ -54,7 +54,8 @@ class WideLists:
         """room: its blocks are the KV cache's last ones."""
         self._runner, self._room = runner, room
         self._first_block = runner.kv_cache_config.num_blocks - room.blocks
-        self._entries = room.blocks * runner.block_tables.block_sizes[0]
+        spec = runner.kv_cache_config.kv_cache_groups[0].kv_cache_spec
+        self._entries = room.blocks * entries_of_block(spec, runner.dtype)
         self._sets: ItemSetProcessor = compat.item_sets(runner)
         config = StaticConfig.of(runner.vllm_config.additional_config)
         self._rows_a_step = config.max_list_rows_per_step or runner.max_num_tokens

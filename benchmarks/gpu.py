@@ -5,11 +5,11 @@ bash benchmarks/gpu.sh --seconds 330 --json OUT/gpu_h100.json   there: facts, sm
 bash benchmarks/gpu.sh --seconds 240 --json OUT/gpu_h100_2.json what is left: `--done FILE` names earlier results
 bash benchmarks/gpu.sh --again engine --seconds 240             one step, whether or not it has been measured
 
-A machine needs Python, torch, Triton, transformers, NumPy, Numba and PyArrow, and no network; steps `engine` and the
-peers of `cells` also need .gpu/. A step is done if a file of docs/benchmarks/gpu*.json, or of --done, has rows of it
-by the same kernels. Each step is a process group with its own limit, and is ended as one. Each row is written, and
-synced, at once: into FILE, and as a line into FILE with the ending .jsonl; what steps say goes into .log. A number that
-differs, or an error, is a row. The exit status is 1 if a step failed or found a difference, 2 without a GPU.
+A machine needs Python, torch, Triton, transformers, NumPy, Numba and PyArrow, and no network; steps `engine` and `fp8`
+and the peers of `cells` also need .gpu/. A step is done if a file of docs/benchmarks/gpu*.json, or of --done, has rows
+of it by the same kernels. Each step is a process group with its own limit, and is ended as one. Each row is written,
+and synced, at once: into FILE, and as a line into FILE with the ending .jsonl; what steps say goes into .log. A number
+that differs, or an error, is a row. The exit status is 1 if a step failed or found a difference, 2 without a GPU.
 
 --interpret runs smoke, cells and rounds at tiny sizes on a CPU, in Triton's interpreter, to try the program itself.
 """
@@ -36,11 +36,11 @@ from gpu_engine import ROOT, environment
 Row = dict[str, Any]
 BENCHMARKS = Path(__file__).resolve().parent
 PACK = ROOT / ".gpu"
-LIMITS = {  # seconds of each step, the most valuable first: together less than twelve minutes
-    "facts": 20, "smoke": 45, "unpack": 80, "engine": 175, "cells": 50, "rounds": 40, "large": 40, "sampled": 25,
-    "checks": 120, "memcheck": 50, "initcheck": 40, "ncu": 30,
+LIMITS = {  # seconds of each step, the most valuable first: together less than fourteen minutes
+    "facts": 20, "smoke": 45, "unpack": 80, "engine": 175, "fp8": 120, "cells": 50, "rounds": 40, "large": 40,
+    "sampled": 25, "checks": 120, "memcheck": 50, "initcheck": 40, "ncu": 30,
 }  # fmt: skip
-NEEDS_PACK = ("smoke", "unpack", "engine", "memcheck", "initcheck")
+NEEDS_PACK = ("smoke", "unpack", "engine", "fp8", "memcheck", "initcheck")
 INTERPRETED = ("smoke", "cells", "rounds")
 STARTED = 5  # seconds that a step is given beyond what is left
 NCU = "gpu__time_duration.sum,dram__bytes_read.sum,dram__bytes_write.sum,launch__registers_per_thread"
@@ -52,8 +52,8 @@ def command_of(step: str) -> list[str]:
     python, golden = sys.executable, str(PACK / "golden.pt")
     if step == "unpack":
         return [python, str(BENCHMARKS / "gpu_engine.py"), "unpack", str(PACK)]
-    if step == "engine":
-        return [python, str(BENCHMARKS / "gpu_engine.py"), "measure"]
+    if step in ("engine", "fp8"):
+        return [python, str(BENCHMARKS / "gpu_engine.py"), "measure" if step == "engine" else "measure_fp8"]
     steps = [python, str(BENCHMARKS / "gpu_tasks.py")]
     if step in ("memcheck", "initcheck"):
         tool = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
@@ -178,7 +178,7 @@ def run(names: Sequence[str], results: Results, seconds: float, given: dict[str,
     ends, ok = time.monotonic() + seconds, True
     beside = Step("unpack", results, given) if "unpack" in names else None
     for name in [name for name in names if name != "unpack"]:
-        if beside is not None and name == "engine":
+        if beside is not None and name in ("engine", "fp8"):
             ok &= _collect(beside, results, LIMITS["unpack"])
             beside = None
         left = ends - time.monotonic()
@@ -225,7 +225,7 @@ def chosen(args: argparse.Namespace, kernels: str) -> list[str]:
     done = steps_done([*sorted((ROOT / "docs" / "benchmarks").glob("gpu*.json")), *args.done], kernels)
     wanted = set(args.again or (name for name in every if name not in done))
     wanted |= set() if args.interpret else {"facts"}
-    if "engine" in wanted and not (Path(environment()["TRITON_CACHE_DIR"]).parent / "site").exists():
+    if wanted & {"engine", "fp8"} and not (Path(environment()["TRITON_CACHE_DIR"]).parent / "site").exists():
         wanted.add("unpack")
     packed = PACK.exists()
     return [name for name in LIMITS if name in wanted and (packed or name not in NEEDS_PACK or args.interpret)]

@@ -2,6 +2,7 @@
 
 python benchmarks/gpu_engine.py unpack PACK     make it importable, with .pyc files, the loops in Numba and two sets
 python benchmarks/gpu_engine.py measure         one engine with Qwen3-1.7B's shape and random weights: a row a way
+python benchmarks/gpu_engine.py measure_fp8     the same engine's lists with a KV cache of 8 bits
 
 `gpu.py` runs both, with the environment of `environment`. A row is a line of JSON. STATIC_GPU_HOME names another
 folder, and STATIC_GPU_TINY=1 makes all of it small, for a vLLM that is installed on a CPU.
@@ -85,6 +86,7 @@ def unpack(pack: Path) -> None:
     SITE.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor() as pool:
         done = [pool.submit(extract, path, SITE) for path in pack.glob("*.tar.xz") if path.name != CACHE]
+        done += [] if TRITON_CACHE.exists() else [pool.submit(extract, pack / CACHE, HOME)]
         wheels = sorted(map(str, (pack / "wheels").glob("*.whl")))
         install = ["install", "-q", "--no-index", "--no-deps", "--no-compile", "--upgrade", "--target", str(SITE)]
         subprocess.run([sys.executable, "-m", "pip", *install, *wheels], check=True)
@@ -150,6 +152,8 @@ def measure() -> None:
     began = time.perf_counter()
     llm, backend = _engine()
     say({"way": "start", "seconds": time.perf_counter() - began, "attention": backend})
+    if not TINY:  # a CPU multiplies by packed copies of its weights
+        _spread(llm)
     ways = {
         "none": {}, "device": {}, "narrow": {"narrow": True}, "children": {"children": True},
         "narrow, children": {"narrow": True, "children": True}, "host": {"host": True},
@@ -163,6 +167,46 @@ def measure() -> None:
     say({"way": "trials", **_agreeing(llm, ways)})
     if not TINY:  # at the end: a profiler that has run once slows down what comes after it
         _profiled(llm, ways)
+
+
+def measure_fp8() -> None:
+    began = time.perf_counter()
+    llm, backend = _engine(kv_cache_dtype="auto" if TINY else "fp8")  # a CPU's attention makes no lists of the other
+    say({"way": "start", "seconds": time.perf_counter() - began, "attention": backend})
+    if not TINY:
+        _spread(llm)
+    for width, tokens in SIZE.lists[:2]:
+        for graphs in (False,) if TINY else (True, False):
+            with reported(f"list of {width}"), switched(llm, graphs=graphs):
+                say({"way": "list", "width": width, "prompt": tokens, "graph": graphs, **_lists(llm, width, tokens)})
+        with reported(f"rounds of {width}"):
+            say({"way": "rounds", "width": width, "prompt": tokens, **_by_rounds(llm, width, tokens)})
+
+
+def _by_rounds(llm: Any, width: int, tokens: int) -> dict[str, Any]:
+    """Count the items that lists in a step have in common with those by rounds of requests, and compare scores."""
+    common, apart = list[float](), list[float]()
+    for number in range(3):
+        ways = ({"width": width}, {"width": width, "max_passes": 10_000})
+        made, asked = (_list_of(llm, width, tokens, number, way).sequences for way in ways)
+        items, others = ({tuple(one.tokens[tokens:]) for one in found} for found in (made, asked))
+        common.append(len(items & others) / len(others))
+        apart += [abs(one.cum_logprob - other.cum_logprob) for one, other in zip(made, asked, strict=True)]
+    return {"in common with rounds": min(common), "largest difference of scores": max(apart)}
+
+
+def _spread(llm: Any) -> None:
+    """Give the model weights with which a prompt matters: vLLM's own random ones make all tokens alike."""
+    import torch
+
+    from vllm_static import compat
+
+    (worker,) = [_core(llm).model_executor.driver_worker]
+    with torch.no_grad():
+        for parameter in compat.runner_of(getattr(worker, "worker", worker)).model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=parameter.shape[-1] ** -0.5)
+    _sets(llm).narrow.refresh()
 
 
 def _agreeing(llm: Any, ways: dict[str, dict[str, bool]]) -> dict[str, Any]:
@@ -188,7 +232,8 @@ def _agreeing(llm: Any, ways: dict[str, dict[str, bool]]) -> dict[str, Any]:
             lists.append({tuple(one.tokens[tokens:]) for one in made.sequences})
             if graphs and not TINY:
                 found["a list could be recorded"] = not _sets(llm).lists.graphs.fails
-    return found | {"items of a list": width, "as its passes": len(lists[0] & lists[1])}
+    found |= {"items of a list": width, "as its passes": len(lists[0] & lists[1])}
+    return found | _by_rounds(llm, width, tokens)
 
 
 def _profiled(llm: Any, ways: dict[str, dict[str, bool]]) -> None:
@@ -221,7 +266,7 @@ def reported(way: str) -> Iterator[None]:
         say({"way": way, "failed": f"{type(error).__name__}: {error}"[:300]})
 
 
-def _engine() -> tuple[Any, str]:
+def _engine(**load: Any) -> tuple[Any, str]:
     from vllm import LLM
     from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
     from vllm.model_executor.models.registry import ModelRegistry
@@ -229,7 +274,7 @@ def _engine() -> tuple[Any, str]:
     ModelRegistry.register_model("Qwen3ForCausalLM", Qwen3ForCausalLM)  # saves a process that only looks at it
     more = {"item_sets": {name: str(HOME / f"{name}.itemset") for name, *_ in SIZE.sets}, "item_set_narrow_head": "on"}
     more["ranked_list_beams"] = more["ranked_list_limit"] = max(width for width, _ in SIZE.lists)
-    given = {"structured_outputs_config": {"backend": "static"}, "additional_config": more, **LOAD}
+    given = {"structured_outputs_config": {"backend": "static"}, "additional_config": more, **LOAD, **load}
     try:
         return LLM(str(MODEL), **given), given.get("attention_backend", "as it is")
     except Exception as error:
@@ -394,12 +439,12 @@ class Parts:
         return {name: spent / count * 1e3 for name, spent in self._spent.items()}
 
 
-def _list_of(llm: Any, width: int, tokens: int, number: int) -> Any:
-    """Request a list. number: which prompt; tokens: its length."""
+def _list_of(llm: Any, width: int, tokens: int, number: int, options: dict[str, Any] | None = None) -> Any:
+    """Request a list. number: which prompt; tokens: its length. options: as a request gives them."""
     from vllm.sampling_params import BeamSearchParams
 
     params = BeamSearchParams(beam_width=width, max_tokens=4)
-    params.extra_args = {"item_set": "ids"}
+    params.extra_args = {"item_set": "ids", **(options or {})}
     prompt = {"prompt_token_ids": [3 + (number * 97 + j) % 900 for j in range(tokens)]}
     (found,) = llm.beam_search([prompt], params)
     return found
@@ -455,6 +500,7 @@ ACTIONS: dict[str, Callable[[], Any]] = {
     "bytecode": lambda: compileall.compile_dir(str(SITE), quiet=2, workers=0) and None,
     "sets": make_sets,
     "measure": measure,
+    "measure_fp8": measure_fp8,
 }
 
 if __name__ == "__main__":

@@ -127,10 +127,10 @@ def test_nothing_begins_that_the_time_does_not_reach(results: gpu.Results) -> No
     assert results.rows[-1] == {"step": "large", "skipped": "20 s are left, and it may take 40"}
 
 
-def test_all_steps_together_take_less_than_twelve_minutes() -> None:
-    assert sum(gpu.LIMITS.values()) < 12 * 60
-    first = ("facts", "smoke", "engine", "cells")  # of the first call; it unpacks beside the first two
-    assert list(gpu.LIMITS)[:5] == ["facts", "smoke", "unpack", "engine", "cells"]
+def test_all_steps_together_take_less_than_fourteen_minutes() -> None:
+    assert sum(gpu.LIMITS.values()) < 14 * 60
+    first = ("facts", "smoke", "engine")  # of the first call; it unpacks beside the first two
+    assert list(gpu.LIMITS)[:4] == ["facts", "smoke", "unpack", "engine"]
     assert sum(gpu.LIMITS[step] for step in first) < 330
 
 
@@ -183,6 +183,7 @@ def test_the_engine_step_measures_every_way(tmp_path: Path) -> None:
     lists, trials = rows[-2:]
     assert [trials[way] for way in ways[2:7]] == [trials["of"]] * 5  # but for rounding, of which floats have little
     assert trials["items of a list"] == trials["as its passes"] == 4
+    assert trials["largest difference of scores"] < 1e-3  # whose items are others: these weights make all alike
     assert (lists["items"], lists["distinct"], lists["passes inside a step"] > 0) == (4, 4, True)
 
 

@@ -86,7 +86,6 @@ def unpack(pack: Path) -> None:
     SITE.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor() as pool:
         done = [pool.submit(extract, path, SITE) for path in pack.glob("*.tar.xz") if path.name != CACHE]
-        done += [] if TRITON_CACHE.exists() else [pool.submit(extract, pack / CACHE, HOME)]
         wheels = sorted(map(str, (pack / "wheels").glob("*.whl")))
         install = ["install", "-q", "--no-index", "--no-deps", "--no-compile", "--upgrade", "--target", str(SITE)]
         subprocess.run([sys.executable, "-m", "pip", *install, *wheels], check=True)

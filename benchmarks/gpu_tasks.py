@@ -48,11 +48,8 @@ def _versions() -> dict[str, str]:
 
 def smoke(golden: Path) -> None:
     """Every kernel against what Numba gives: eager, and as a replayed graph."""
-    from gpu_engine import CACHE, HOME, TRITON_CACHE, extract
     from gpu_golden import replay
 
-    if CUDA and not TRITON_CACHE.exists():
-        extract(golden.with_name(CACHE), HOME)
     ends = time.monotonic() + CALLS_SECONDS
     replay(golden, DEVICE, emit, graph=CUDA, late=lambda: time.monotonic() > ends)
 

@@ -334,7 +334,8 @@ class TestTriton:
 
     def test_a_cache_of_8_bits(self, engines, tiny_model, static):
         """Beams' own tokens are not rounded, so lists are nearly those of rounds, whose tokens are."""
-        engine = engines("v2", tiny_model, **static, **ROOMY, **TRITON, kv_cache_dtype="fp8")
+        options = given(static, ranked_list_beams=160)
+        engine = engines("v2", tiny_model, **options, **ROOMY, **TRITON, kv_cache_dtype="fp8")
         for name, renormalised in (("fixed", False), ("ragged", True)):
             (found,) = engine.call(as_accelerators, name, 4, 3, renormalised, [20])
             expected = engine.call(by_rounds, name, 4, 3, renormalised, 20)

@@ -116,6 +116,21 @@ def same(found: list[Item], expected: list[Item]) -> None:
     np.testing.assert_allclose([score for _, score in found], [score for _, score in expected], atol=1e-4)
 
 
+def loaded(llm: Any, name: str, length: int) -> tuple[list[Item], list[Item], int, int]:
+    """A list of a prompt, the same once a KV connector has the prompt's KV and the engine has not, how many of its
+    tokens were loaded, and how many layers the first one saved."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
+
+    save = ExampleConnector.save_kv_layer
+    with mock.patch.object(ExampleConnector, "save_kv_layer", autospec=True, side_effect=save) as saved:
+        (first,) = inside(llm, name, 4, 3, False, [length])
+    assert llm.reset_prefix_cache()
+    (output,) = llm.generate(
+        [{"prompt_token_ids": prompt_of(length)}], asked(name, 4, 3, renormalised=False), use_tqdm=False
+    )
+    return first, items_of(output), output.num_cached_tokens, saved.call_count
+
+
 LISTS = [
     ("prefixes", 7, 7, False),
     ("one", 3, 2, False),
@@ -814,3 +829,14 @@ def in_ranges(llm: Any) -> list[int]:
 def test_rows_that_lie_together_are_not_copied(engine):
     """Nor are those of a level."""
     assert engine.call(in_ranges) == [0, 50, 149 * 128 * 4, 25]
+
+
+def test_lists_after_prompts_that_a_connector_has_loaded(engines, engine, tiny_model, static, tmp_path):
+    connector = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+    connector["kv_connector_extra_config"] = {"shared_storage_path": str(tmp_path)}
+    options = given(static, ranked_list_beams=160)
+    other = engines("v2", tiny_model, **options, **ROOMY, kv_transfer_config=connector)
+    first, again, tokens, saved = other.call(loaded, "ragged", 150)
+    assert (tokens >= 128, saved) == (True, 2)  # the model's layers, with the prompt's step, and not with the passes
+    for items in (first, again):
+        same(items, engine.call(inside, "ragged", 4, 3, False, [150])[0])

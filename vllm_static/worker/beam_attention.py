@@ -17,6 +17,7 @@ from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.platforms import current_platform
 
+from itemset.serving.config import StaticConfig
 from vllm_static.worker.beam_kv import BeamMetadata, PromptPart
 
 SEGMENTS = 8  # in which programs of Triton's kernel go through a prompt, if there are few queries
@@ -24,6 +25,7 @@ MANY = 1 << 13  # queries times heads: this many fill a GPU with programs as the
 TOLERANCE = 0.05  # of an attention of numbers around 1: what 16 bits may make of another order of adding
 FP8 = ("fp8", "fp8_e4m3")  # types of a KV cache whose prompts the engine's kernels read with its scales
 FP8_TOLERANCE = 0.25  # where kernels round probabilities to 8 bits
+UNTRIED = "a KV cache of 8 bits, with which this has run on no GPU yet"
 
 
 def install(runner: Any) -> str | None:
@@ -31,7 +33,9 @@ def install(runner: Any) -> str | None:
     NotImplementedError for some of the reasons."""
     layers = get_layers_from_vllm_config(runner.vllm_config, AttentionLayerBase, layer_names(runner)).values()
     fast_prefill = runner.vllm_config.cache_config.kv_sharing_fast_prefill
+    asked = StaticConfig.of(runner.vllm_config.additional_config).ranked_list_beams is not None
     reasons = {
+        UNTRIED: not asked and any(layer.impl.kv_cache_dtype in FP8 for layer in layers),
         "VLLM_BATCH_INVARIANT": envs.VLLM_BATCH_INVARIANT,
         "fast prefill, whose models look into the metadata": fast_prefill,
         "a window after the prompt": getattr(runner.model_config, "rswa_window", None) is not None,

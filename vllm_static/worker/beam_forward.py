@@ -4,6 +4,7 @@ They run between a step's sampling and its end, on model runner V2 (v1/worker/gp
 the buffers that they fill any more (tokens, positions, slots). The host knows all shapes, and nothing is read back.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Generator, Iterator
 from typing import Any
@@ -122,7 +123,7 @@ def _run(runner: Any, tokens: Tensor, beams: BeamMetadata, requests: list[str], 
     inputs = {"input_ids": buffers.input_ids[:padded], "positions": buffers.positions[:padded]}
     inputs |= dict.fromkeys(("inputs_embeds", "intermediate_tensors"))
     lora = runner.lora_config is not None
-    with set_forward_context(
+    with _without_connector(runner), set_forward_context(
         dict.fromkeys(beam_attention.layer_names(runner), beams),
         runner.vllm_config,
         num_tokens=padded,
@@ -134,6 +135,16 @@ def _run(runner: Any, tokens: Tensor, beams: BeamMetadata, requests: list[str], 
         if shape.cg_mode == CUDAGraphMode.PIECEWISE:
             return runner.cudagraph_manager.run_pw_graph(runner.model, inputs)[:count]
         return runner.model(**inputs)[:count]
+
+
+@contextlib.contextmanager
+def _without_connector(runner: Any) -> Iterator[None]:
+    """A KV connector would take the layers of a pass for those of the step that it saves."""
+    runner.kv_connector.set_disabled(True)
+    try:
+        yield
+    finally:
+        runner.kv_connector.set_disabled(False)
 
 
 def _shape(runner: Any, rows: int, count: int, requests: list[str], recorded: bool = False) -> Any:

@@ -238,7 +238,6 @@ WHY_ROUNDS: list[tuple[str | None, dict, dict]] = [  # why, what the model's con
     ("a multimodal model", WHISPER, {}),
     ("pipeline parallelism", {}, {"pipeline_parallel_size": 2}),
     ("context parallelism", {}, {"tensor_parallel_size": 4, "decode_context_parallel_size": 2}),
-    ("speculation", {}, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}),
     ("prompt embeddings", {}, {"enable_prompt_embeds": True}),
     ("context parallelism", {}, {"tensor_parallel_size": 2, "prefill_context_parallel_size": 2}),
     ("positions of more than one dimension", MROPE, {}),
@@ -249,7 +248,6 @@ WHY_ROUNDS: list[tuple[str | None, dict, dict]] = [  # why, what the model's con
 MENDED = [
     "experts under data parallelism",
     "pipeline parallelism",
-    "speculation",
     "prompt embeddings",
 ]
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from itemset.serving.config import StaticConfig
+from itemset.serving.wire import read
 from vllm_static import compat
 from vllm_static.compat import hook, logger
 from vllm_static.worker.beam_kv import Room, entries_of_block
@@ -95,13 +96,17 @@ def _one_full_attention(cache: "KVCacheConfig") -> bool:
 
 @hook("vllm.v1.core.sched.scheduler:Scheduler.update_from_output", order=-1)
 def _update_from_output(original: Callable[..., Any], self: Any, model_runner_output: Any) -> Any:
-    """A request whose table is empty takes another step, in which its list goes on; its token is read by nobody."""
+    """A request whose table is empty takes another step, in which its list goes on; its tokens, a step's drafts among
+    them, are read by nobody."""
     if compat.backend_of(self.structured_output_manager) is None:
         return original()
     tables = model_runner_output.prompt_token_id_logprobs_dict
-    for name in [name for name, table in tables.items() if not table.numel()]:
-        del tables[name]
+    for name, table in list(tables.items()):
         request = self.requests.get(name)
-        if request is not None and not (request.num_stale_output_tokens and request.drop_stale_output):
-            request.max_tokens += 1
+        if not table.numel():
+            del tables[name]
+            if request is not None and not (request.num_stale_output_tokens and request.drop_stale_output):
+                request.max_tokens += 1 + self.num_spec_tokens
+        elif self.num_spec_tokens and request is not None and read(request.sampling_params.extra_args) is not None:
+            request.max_tokens = request.num_output_tokens + 1
     return original()

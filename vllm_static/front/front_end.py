@@ -116,6 +116,8 @@ class FrontEnd(FrontEndBase):
     def _think(self, asked: ItemRequest, params: SamplingParams, prompt_tokens: int) -> Callable[[Any], Thought]:
         """Do `attach` for a thought, which leaves room for the items after it."""
         job = self.list_job(asked, prompt_tokens=prompt_tokens + len(asked.marker))
+        if self.vllm_config.speculative_config is not None:  # drafts after the marker have KV, too
+            job = job._replace(carried=None)
         after = job.item_set.longest + AFTER + self.v2 + len(job.placeholders)
         room: int = self.vllm_config.model_config.max_model_len - prompt_tokens - after
         params.max_tokens = min(params.max_tokens or room, room)

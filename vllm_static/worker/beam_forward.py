@@ -1,7 +1,8 @@
 """Forward passes of the target model inside a step, whose rows branch off prompts that are complete.
 
-They run between a step's sampling and its end, on model runner V2 (v1/worker/gpu/model_runner.py), where nothing reads
-the buffers that they fill any more (tokens, positions, slots). The host knows all shapes, and nothing is read back.
+They run between a step's sampling and its end, on model runner V2 (v1/worker/gpu/model_runner.py), where nothing but a
+draft model reads the buffers that they fill any more (tokens, positions, slots). The host knows all shapes, and nothing
+is read back.
 """
 
 import contextlib
@@ -134,7 +135,19 @@ def _run(runner: Any, tokens: Tensor, beams: BeamMetadata, requests: list[str], 
     ):
         if shape.cg_mode == CUDAGraphMode.PIECEWISE:
             return runner.cudagraph_manager.run_pw_graph(runner.model, inputs)[:count]
-        return runner.model(**inputs)[:count]
+        output = runner.model(**inputs)
+    return (output[0] if isinstance(output, tuple) else output)[:count]  # beside what a draft model reads
+
+
+@contextlib.contextmanager
+def kept_for_drafts(runner: Any) -> Iterator[None]:
+    """Give a draft model, which reads them after the passes, the step's buffers as they were before."""
+    own = runner.input_buffers
+    buffers = own.input_ids, own.positions, own.is_padding, runner.block_tables.slot_mappings
+    kept = [one.clone() for one in buffers] if runner.speculator is not None else []
+    yield
+    for buffer, before in zip(buffers, kept, strict=False):
+        buffer.copy_(before)
 
 
 @contextlib.contextmanager
@@ -149,9 +162,10 @@ def _without_connector(runner: Any) -> Iterator[None]:
 
 def _shape(runner: Any, rows: int, count: int, requests: list[str], recorded: bool = False) -> Any:
     """Return what vLLM has recorded for a pass: the pieces between layers' attention, or nothing. A full CUDA graph
-    holds another attention. count: tokens of all rows."""
+    holds another attention, and the step's own hidden states, which a draft model reads after the passes, may lie in
+    the pieces' memory. count: tokens of all rows."""
     adapters = len(runner.lora_state.get_activate_loras(requests)) if runner.lora_config else 0
     shape = runner.cudagraph_manager.dispatch(rows, count, None, adapters)
-    if shape.cg_mode != CUDAGraphMode.FULL and not recorded:
+    if shape.cg_mode != CUDAGraphMode.FULL and not recorded and runner.speculator is None:
         return shape
     return dataclasses.replace(shape, cg_mode=CUDAGraphMode.NONE, num_tokens=count, num_reqs=rows)

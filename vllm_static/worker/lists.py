@@ -21,7 +21,7 @@ from itemset.ranking.search import width_at
 from itemset.serving.config import StaticConfig
 from itemset.serving.wire import HEAD, MOST_LOGITS, REASONS, EngineRequest, ListSpec, NoList
 from vllm_static import compat
-from vllm_static.worker.beam_forward import run_logits, states_after, use_adapters
+from vllm_static.worker.beam_forward import kept_for_drafts, run_logits, states_after, use_adapters
 from vllm_static.worker.beam_kv import BeamKV, Prompt, Room, entries_of_block
 from vllm_static.worker.list_graphs import ListGraphs
 from vllm_static.worker.masks import ItemSetProcessor
@@ -127,7 +127,7 @@ class WideLists:
             resumed = batch.prefill_len_np[i] > one.prompt.tokens
             if (reason := NoList.NO_ROOM_NOW if resumed else self._reason(one)) is None:
                 lists.append(one)
-                rows.append(i)
+                rows.append(int(batch.cu_num_logits_np[i]))  # a prompt's end has one row
             else:
                 tables[one.prompt.request] = torch.tensor([[REASONS.index(reason)]], dtype=torch.float64)
         if lists:
@@ -136,7 +136,8 @@ class WideLists:
         self.begun |= {one.prompt.slot: one for one in lists}
         groups = self._grouped([each for one in lists for each in one.apart])
         self._making += [Making(group, self._passes_of(group)) for group in groups]
-        self._go_on(batch)
+        with kept_for_drafts(self._runner):
+            self._go_on(batch)
         for slot in self.begun.keys() & batch.idx_mapping_np.tolist():
             one = self.begun[slot]
             if done := len(one.tables) == len(one.apart):
@@ -151,7 +152,8 @@ class WideLists:
         self._making = [one for one in self._making if alive.intersection(id(each.tables) for each in one.group)]
         self._sets.arena.use([one.group[0].number for one in self._making])
         ends = runner.req_states.num_computed_tokens_np[slots] + batch.num_scheduled_tokens
-        full = any(end + 1 >= runner.max_model_len for slot, end in zip(slots, ends, strict=True) if slot in self.begun)
+        longest = runner.max_model_len - runner.num_speculative_steps
+        full = any(end + 1 >= longest for slot, end in zip(slots, ends, strict=True) if slot in self.begun)
         run = 0
         while self._making and (full or not run or run + self._making[0].rows <= self._rows_a_step):
             first = self._making[0]

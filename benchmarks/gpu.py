@@ -4,12 +4,15 @@ python benchmarks/gpu_pack.py                                   here: makes .gpu
 bash benchmarks/gpu.sh --seconds 330 --json OUT/gpu_h100.json   there: facts, smoke, the engine, mask cells
 bash benchmarks/gpu.sh --seconds 240 --json OUT/gpu_h100_2.json what is left: `--done FILE` names earlier results
 bash benchmarks/gpu.sh --again engine --seconds 240             one step, whether or not it has been measured
+python benchmarks/gpu_pack_sglang.py                            here: makes .gpu-sglang/, for step `sglang` alone
+bash benchmarks/gpu.sh --only facts sglang_unpack sglang        there: SGLang, in some four minutes
 
 A machine needs Python, torch, Triton, transformers, NumPy, Numba and PyArrow, and no network; steps `engine` and `fp8`
-and the peers of `cells` also need .gpu/. A step is done if a file of docs/benchmarks/gpu*.json, or of --done, has rows
-of it by the same kernels. Each step is a process group with its own limit, and is ended as one. Each row is written,
-and synced, at once: into FILE, and as a line into FILE with the ending .jsonl; what steps say goes into .log. A number
-that differs, or an error, is a row. The exit status is 1 if a step failed or found a difference, 2 without a GPU.
+and the peers of `cells` also need .gpu/, `sglang` needs .gpu-sglang/. A step is done if a file of
+docs/benchmarks/gpu*.json, or of --done, has rows of it by the same kernels. Each step is a process group with its own
+limit, and is ended as one. Each row is written, and synced, at once: into FILE, and as a line into FILE with the ending
+.jsonl; what steps say goes into .log. A number that differs, or an error, is a row. The exit status is 1 if a step
+failed or found a difference, 2 without a GPU.
 
 --interpret runs smoke, cells and rounds at tiny sizes on a CPU, in Triton's interpreter, to try the program itself.
 """
@@ -35,11 +38,14 @@ from gpu_engine import CACHE, HOME, ROOT, TRITON_CACHE, environment, extract
 
 Row = dict[str, Any]
 BENCHMARKS = Path(__file__).resolve().parent
-PACK = ROOT / ".gpu"
+PACK, SGLANG_PACK = ROOT / ".gpu", ROOT / ".gpu-sglang"
+SGLANG_HOME = f"{HOME}_sglang"
 LIMITS = {  # seconds of each step, the most valuable first: together less than fourteen minutes
     "facts": 20, "smoke": 45, "unpack": 80, "engine": 175, "fp8": 120, "cells": 50, "rounds": 40, "large": 40,
     "sampled": 25, "checks": 120, "memcheck": 50, "initcheck": 40, "ncu": 30,
 }  # fmt: skip
+SGLANG = {"sglang_unpack": 80, "sglang": 200}  # of a call of their own, that carries the other pack
+LIMITS |= SGLANG
 NEEDS_PACK = ("smoke", "unpack", "engine", "fp8", "memcheck", "initcheck")
 INTERPRETED = ("smoke", "cells", "rounds")
 STARTED = 5  # seconds that a step is given beyond what is left
@@ -54,6 +60,9 @@ def command_of(step: str) -> list[str]:
         return [python, str(BENCHMARKS / "gpu_engine.py"), "unpack", str(PACK)]
     if step in ("engine", "fp8"):
         return [python, str(BENCHMARKS / "gpu_engine.py"), "measure" if step == "engine" else "measure_fp8"]
+    if step in SGLANG:
+        what = ["measure"] if step == "sglang" else ["unpack", str(SGLANG_PACK)]
+        return [python, str(BENCHMARKS / "gpu_sglang.py"), *what]
     steps = [python, str(BENCHMARKS / "gpu_tasks.py")]
     if step in ("memcheck", "initcheck"):
         tool = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
@@ -117,6 +126,8 @@ class Step:
 
     def __init__(self, name: str, results: Results, given: dict[str, str]) -> None:
         self.name, self._results, self.began = name, results, time.monotonic()
+        if name in SGLANG:  # in a folder of its own, without vLLM's packages
+            given = os.environ | {"STATIC_GPU_HOME": SGLANG_HOME}
         self._process = subprocess.Popen(
             command_of(name), stdout=subprocess.PIPE, stderr=results.log, text=True, start_new_session=True, env=given
         )
@@ -201,8 +212,9 @@ def _collect(step: Step, results: Results, limit: float) -> bool:
 
 def commit() -> str:
     """Return the pack's commit, or this checkout's if there is no pack: where both are, git's may be an older one."""
-    if (packed := PACK / "commit").exists():
-        return packed.read_text().strip()
+    for pack in (PACK, SGLANG_PACK):
+        if (packed := pack / "commit").exists():
+            return packed.read_text().strip()
     found = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True)
     return found.stdout.strip() or "unknown"
 
@@ -227,8 +239,11 @@ def chosen(args: argparse.Namespace, kernels: str) -> list[str]:
     wanted |= set() if args.interpret else {"facts"}
     if wanted & {"engine", "fp8"} and not (Path(environment()["TRITON_CACHE_DIR"]).parent / "site").exists():
         wanted.add("unpack")
-    packed = PACK.exists()
-    return [name for name in LIMITS if name in wanted and (packed or name not in NEEDS_PACK or args.interpret)]
+    if "sglang" in wanted and not Path(SGLANG_HOME, "site").exists():
+        wanted.add("sglang_unpack")
+    lacking = set() if PACK.exists() or args.interpret else set(NEEDS_PACK)
+    lacking |= set() if SGLANG_PACK.exists() else set(SGLANG)
+    return [name for name in LIMITS if name in wanted - lacking]
 
 
 def main() -> None:

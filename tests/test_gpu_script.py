@@ -20,11 +20,15 @@ sys.path.append(str(BENCHMARKS))
 import gpu  # noqa: E402
 import gpu_engine  # noqa: E402
 
-PACKED = ROOT / ".gpu"
+PACKED, PACKED_SGLANG = ROOT / ".gpu", ROOT / ".gpu-sglang"
 BARE = ROOT / ".venv-gpu" / "bin" / "python"  # what `gpu_pack.py --environment` installs
 ON_A_BARE_MACHINE = pytest.mark.skipif(
     not (BARE.exists() and (PACKED / "sizes.json").exists()),
     reason="needs .venv-gpu and .gpu, which benchmarks/gpu_pack.py makes: 7 GB of packages",
+)
+WITH_SGLANG = pytest.mark.skipif(
+    not (BARE.exists() and (PACKED_SGLANG / "sizes.json").exists()),
+    reason="needs .venv-gpu and .gpu-sglang, which benchmarks/gpu_pack_sglang.py makes",
 )
 
 WITHOUT = """
@@ -128,7 +132,8 @@ def test_nothing_begins_that_the_time_does_not_reach(results: gpu.Results) -> No
 
 
 def test_all_steps_together_take_less_than_fourteen_minutes() -> None:
-    assert sum(gpu.LIMITS.values()) < 14 * 60
+    assert sum(gpu.LIMITS[step] for step in gpu.LIMITS if step not in gpu.SGLANG) < 14 * 60
+    assert sum(gpu.SGLANG.values()) < 5 * 60
     first = ("facts", "smoke", "engine")  # of the first call; it unpacks beside the first two
     assert list(gpu.LIMITS)[:4] == ["facts", "smoke", "unpack", "engine"]
     assert sum(gpu.LIMITS[step] for step in first) < 330
@@ -187,6 +192,26 @@ def test_the_engine_step_measures_every_way(tmp_path: Path) -> None:
     assert (lists["items"], lists["distinct"], lists["passes inside a step"] > 0) == (4, 4, True)
 
 
+def test_an_engine_that_ends_says_why_and_the_next_one_is_tried(tmp_path: Path) -> None:
+    """SGLang's scheduler ends the whole group of processes with it: what is left is a log."""
+    import gpu_sglang
+
+    log = """[2026-11-27 20:00:07] Scheduler hit an exception: Traceback (most recent call last):
+  File "scheduler.py", line 6368, in run_scheduler_process
+    scheduler = Scheduler(server_args, port_args)
+Exception: Capture cuda graph failed: no kernel image
+Possible solutions:
+1. set --mem-fraction-static to a smaller value
+
+[2026-11-27 20:00:07] Received sigquit from a child process. It usually means the child failed.
+RuntimeError: Rank 0 scheduler died during initialization (exit code: -3).
+"""
+    why = gpu_sglang._why(log)
+    assert why.startswith("Exception: Capture cuda graph failed: no kernel image")
+    assert len(gpu_sglang._why("ValueError: " + 1_000 * "x")) == 300
+    assert gpu_sglang._why("killed") == "killed"
+
+
 @ON_A_BARE_MACHINE
 def test_the_pack_is_small_enough_to_be_carried() -> None:
     from gpu_pack import MOST_BYTES
@@ -196,19 +221,23 @@ def test_the_pack_is_small_enough_to_be_carried() -> None:
     assert sum(sizes.values()) <= MOST_BYTES
 
 
-@pytest.fixture(scope="module")
-def bare(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What the first call's steps run with, where the libraries that ask for a card find a pretended one."""
-    home = tmp_path_factory.mktemp("bare")
+def pretended(home: Path) -> dict[str, str]:
+    """The environment of a machine where the libraries that ask for a card find a pretended one."""
     names = "cuGetProcAddress_v2", "cuPointerGetAttribute", "cuTensorMapEncodeTiled"
     (home / "stub.c").write_text("".join(f"int {name}() {{ return 1; }}\n" for name in names))
     library = home / "libcuda.so.1"
     command = ["gcc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", str(home / "stub.c"), "-o", str(library)]
     subprocess.run(command, check=True)
-    given = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {
+    return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {
         "STATIC_GPU_HOME": str(home / "unpacked"), "PRETENDED_LIBCUDA": str(library), "OUT": str(home),
         "PYTHONPATH": str(Path(__file__).parent / "pretended_card"),
     }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What the first call's steps run with."""
+    given = pretended(tmp_path_factory.mktemp("bare"))
     command = [str(BARE), str(BENCHMARKS / "gpu_engine.py"), "unpack", str(PACKED)]
     subprocess.run(command, check=True, env=given, timeout=500)
     return given
@@ -256,3 +285,35 @@ def test_the_carried_operators_register(bare: dict[str, str]) -> None:
     assert run.returncode == 0, run.stderr[-2000:]
     found = json.loads(run.stdout.splitlines()[-1])
     assert {name: found[name] >= least for name, least in OPERATORS.items()} == dict.fromkeys(OPERATORS, True), found
+
+
+@WITH_SGLANG
+def test_sglang_gets_as_far_as_the_device(tmp_path: Path) -> None:
+    """Unpacked, seeded with its kernels, and started: all that it imports for CUDA is there, and its scheduler asks for
+    a GPU."""
+    import gpu_pack_sglang
+
+    sizes = json.loads((PACKED_SGLANG / "sizes.json").read_text())
+    assert {"python.tar.xz", "common_ops.tar.xz", "jit.tar.xz", "triton.tar.xz"} <= sizes.keys()
+    assert sum(sizes.values()) <= gpu_pack_sglang.MOST_BYTES
+    given = pretended(tmp_path) | {"PRETENDED_DEVICE": "1"}
+    command = [str(BARE), str(BENCHMARKS / "gpu.py"), "--seconds", "400", "--again", "sglang_unpack", "sglang"]
+    run = subprocess.run(command, capture_output=True, text=True, env=given, timeout=500)
+    rows = json.loads(Path(given["OUT"], "gpu.json").read_text())["gpu"]["rows"]
+    seeds = [row for row in rows if row.get("way") == "seed"]
+    assert seeds, run.stderr[-2000:]
+    assert [row for row in seeds if "failed" in row] == []
+    first = next(row for row in rows if row.get("way") == "start")
+    assert first["failed"] == "ValueError: ProcessGroupNCCL is only supported with GPUs, no GPUs found!"
+    site = Path(f"{given['STATIC_GPU_HOME']}_sglang", "site")
+    script = (
+        "import torch, sgl_kernel\nfrom sgl_kernel import fused_add_rmsnorm, rmsnorm\n"
+        "from sglang.srt.models.qwen3 import Qwen3ForCausalLM\n"
+        "from sglang.srt.layers.attention import torch_native_backend, triton_backend\n"
+        "from sglang.kernels.ops.attention import decode_attention, extend_attention\n"  # imported when called
+        "print(sum(name.startswith('sgl_kernel::') for name in set(torch._C._dispatch_get_all_op_names())))"
+    )
+    given |= {"PYTHONPATH": f"{site}:{given['PYTHONPATH']}"}
+    run = subprocess.run([str(BARE), "-c", script], capture_output=True, text=True, env=given, timeout=300)
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert int(run.stdout.splitlines()[-1]) >= gpu_pack_sglang.OPERATORS

@@ -35,6 +35,10 @@ def _pretend(torch: types.ModuleType) -> None:
     cuda.get_device_capability = lambda device=None: (9, 0)
     cuda.get_device_name = lambda device=None: NAME
     cuda.get_device_properties = lambda device=None: properties
+    if "PRETENDED_DEVICE" in os.environ:  # SGLang asks for more before it uses any
+        cuda.current_device = lambda: 0
+        cuda.set_device = lambda device: None
+        cuda.mem_get_info = lambda device=None: (MEMORY, MEMORY)
     torch.accelerator.device_count = lambda: 1
 
 

@@ -142,6 +142,8 @@ def test_lists_as_text_are_read_if_all_are_such(tmp_path: Path) -> None:
         ({"7": "Kite", "3": "Ball"}, ["Kite", "Ball"], [7, 3]),
         ({"A": {"item": "Kite"}, "B": {"item": "Ball"}}, ["Kite", "Ball"], ["A", "B"]),
         ([{"item": "Kite", "key": 1}, {"item": "Ball", "key": 2}], ["Kite", "Ball"], [1, 2]),
+        ({"ID": {"item": "Indonesia"}, "IE": {"item": "Ireland"}}, ["Indonesia", "Ireland"], ["ID", "IE"]),
+        (dict.fromkeys([*map(str, range(1001)), "title"], "Kite"), ["Kite"] * 1002, [*map(str, range(1001)), "title"]),
     ],
 )
 def test_json_documents(tmp_path: Path, given: Any, texts: list[str], keys: list[Any] | None) -> None:
@@ -156,6 +158,7 @@ def test_json_that_is_none_of_these(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     for text, message in [
         ('{"id": [1, 2], "title": ["a", "b"]}', "holds columns or one record"),
+        ('{"id": {"0": 1, "1": 2}, "title": {"0": "a", "1": "b"}}', "holds columns or one record"),  # as pandas has it
         ("5", "holds no list"),
         ('[{"id": 1}', "is no JSON"),
         ("[[1.5]]", "use texts or lists of token ids or tokens"),

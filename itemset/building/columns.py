@@ -36,13 +36,19 @@ def is_tabular(file: SourceFile, dialect: Dialect) -> bool:
 def names_in(file: SourceFile, dialect: Dialect, wanted: Sequence[str] = ()) -> tuple[list[str], Dialect]:
     """Return the names of a file's columns, none if it has items alone, and its dialect. Raises as `read` does."""
     with guarded(file):
-        if is_table(file, dialect):
-            dialect = dialect_of(file, dialect, wanted)
-        elif format_of(file) not in READERS:
+        dialect = _dialect_in(file, dialect, wanted)
+        if not dialect.names and format_of(file) not in READERS:
             return [], dialect
-        elif format_of(file) not in (".parquet", ".npz"):
-            dialect = replace(dialect, encoding=encoding_of(file, dialect.encoding))
         return list(dialect.names) or list(columns_of(file, dialect)), dialect
+
+
+def _dialect_in(file: SourceFile, dialect: Dialect, wanted: Sequence[str]) -> Dialect:
+    """Return a file's dialect. Of JSON only the encoding is judged: its columns are in the whole document."""
+    if is_table(file, dialect):
+        return dialect_of(file, dialect, wanted)
+    if format_of(file) not in READERS or format_of(file) in (".parquet", ".npz"):
+        return dialect
+    return replace(dialect, encoding=encoding_of(file, dialect.encoding))
 
 
 @dataclass
@@ -71,8 +77,9 @@ class Table:
         faults, there, wanted = Faults(), dict[str, dict[str, Any]](), self.names
         for file in files:
             with guarded(file):
-                names, dialect = names_in(file, given, wanted)
-                self.dialects[file.name], there[file.name] = dialect, columns_of(file, dialect)
+                self.dialects[file.name] = dialect = _dialect_in(file, given, wanted)
+                there[file.name] = columns_of(file, dialect)
+                names = list(dialect.names) or list(there[file.name])
                 for name in (self.column, self.key):
                     _check_column(file, name, names)
                 self.column = self.column or _only_column(file, names, self.key, self.attributes)

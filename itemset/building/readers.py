@@ -132,7 +132,7 @@ def as_rows(given: Any, source: str) -> list[dict[str, Any]]:
     """Return what is a list of items or rows, or an object of them by key, as rows. Raises ItemSetError for others."""
     if isinstance(given, list):
         return [one if isinstance(one, dict) else {_FIELD: one} for one in given]
-    if not isinstance(given, dict) or any(map(is_known, map(str, given))):
+    if not isinstance(given, dict) or _has_columns(given):
         raise ItemSetError(
             f"{source} holds {'columns or one record' if isinstance(given, dict) else 'no list'}: save an array of "
             'rows, [{"id": 1, "title": "..."}, ...], or an object of items by key, {"1": "...", ...}'
@@ -140,6 +140,17 @@ def as_rows(given: Any, source: str) -> list[dict[str, Any]]:
     numbers = all(re.fullmatch(r"0|-?[1-9]\d{0,17}", str(key)) for key in given)
     rows = {int(key) if numbers else str(key): one for key, one in given.items()}
     return [{"key": key, **(one if isinstance(one, dict) else {_FIELD: one})} for key, one in rows.items()]
+
+
+def _has_columns(given: dict[Any, Any]) -> bool:
+    """Return whether an object's fields are columns, or those of one record, and not the keys of rows.
+
+    Keys may be called as columns are: ID is Indonesia. Then the rows themselves have such a field.
+    """
+    if len(given) > _HEAD or not any(map(is_known, map(str, given))):
+        return False
+    first = next(iter(given.values()))
+    return not (all(isinstance(one, dict) for one in given.values()) and any(map(is_known, map(str, first))))
 
 
 def read_parquet(source: SourceFile, dialect: Dialect, names: Sequence[str], faults: Faults) -> Iterator[Batch]:

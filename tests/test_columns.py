@@ -142,6 +142,7 @@ def test_lists_as_text_are_read_if_all_are_such(tmp_path: Path) -> None:
         ({"7": "Kite", "3": "Ball"}, ["Kite", "Ball"], [7, 3]),
         ({"A": {"item": "Kite"}, "B": {"item": "Ball"}}, ["Kite", "Ball"], ["A", "B"]),
         ([{"item": "Kite", "key": 1}, {"item": "Ball", "key": 2}], ["Kite", "Ball"], [1, 2]),
+        ({"items": [{"item": "Kite", "key": 1}, {"item": "Ball", "key": 2}]}, ["Kite", "Ball"], [1, 2]),
         ({"ID": {"item": "Indonesia"}, "IE": {"item": "Ireland"}}, ["Indonesia", "Ireland"], ["ID", "IE"]),
         (dict.fromkeys([*map(str, range(1001)), "title"], "Kite"), ["Kite"] * 1002, [*map(str, range(1001)), "title"]),
     ],

@@ -129,7 +129,13 @@ def _document(source: SourceFile) -> list[dict[str, Any]] | None:
 
 
 def as_rows(given: Any, source: str) -> list[dict[str, Any]]:
-    """Return what is a list of items or rows, or an object of them by key, as rows. Raises ItemSetError for others."""
+    """Return what is a list of items or rows, or an object of them by key, as rows. Raises ItemSetError for others.
+
+    A single field with a list of objects names the table, as in {"films": [{"title": ...}, ...]}.
+    """
+    if isinstance(given, dict) and len(given) == 1:
+        (only,) = given.values()
+        given = only if isinstance(only, list) and only and all(isinstance(one, dict) for one in only) else given
     if isinstance(given, list):
         return [one if isinstance(one, dict) else {_FIELD: one} for one in given]
     if not isinstance(given, dict) or _has_columns(given):

@@ -334,7 +334,8 @@ class ItemSet:
         if starts is not None:
             given = given.take(np.repeat(np.arange(len(given)), np.diff(starts)))
         at = pa.array(places)
-        columns = pa.concat_tables([self.attributes, self.attributes.take(at)])
+        columns = attribute_columns.appended(self.attributes, None, 0)  # texts, and not the numbers that are stored
+        columns = pa.concat_tables([columns, columns.take(at)])
         return self._rebuilt(
             stays, given, [self.keys, self.keys.take(at)], columns, self._origin._replace(escape=escape)
         )

@@ -281,6 +281,10 @@ class ItemSet:
             found.append(part[np.unique(np.searchsorted(rows.offsets, at, side="right") - 1)])
         return np.concatenate(found)
 
+    def longer_than(self, tokens: int) -> NDArray[np.int64]:
+        """Return the numbers of the items, ascending, that have more tokens."""
+        return np.concatenate([part[np.diff(rows.offsets) > tokens] for part, rows in self._parts()])
+
     def _parts(self) -> Iterator[tuple[NDArray[np.int64], Rows]]:
         """Yield the numbers of all items, and their tokens, as many at a time as may be in memory together."""
         for part in np.array_split(np.arange(len(self)), 1 + len(self) // _ITEMS_AT_ONCE):

@@ -60,7 +60,10 @@ def test_a_prompt_that_leaves_no_room(engine, named_sets, length_of_six):
     [
         ([[5, 2112]], "token id 2112, the model's vocabulary ends at 2111"),
         ([[5, 1, 6]], "an item with the model's end-of-sequence token 1 in it"),
-        ([list(range(3, 260))], r"longer than (max_model_len|context_length)=256"),
+        (
+            [[7], list(range(3, 260))],
+            r"up to 257 tokens, longer than (max_model_len|context_length)=256: .* 1 of 2 items, .* the key 1",
+        ),
     ],
 )
 def test_a_set_that_does_not_fit_the_model(tmp_path, refused, items, message):

@@ -8,7 +8,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from itemset.errors import ItemSetError
+from itemset.errors import ItemSetError, shown
 from itemset.serving.catalogue import Catalogue, InlineSet, Opened, RefusedError
 from itemset.serving.config import ModelLimits, StaticConfig, Words
 from itemset.serving.front.forms import Forms
@@ -81,9 +81,12 @@ class Checks:
                 "build the set with this model's token ids; tokens that an adapter adds need a model merged with it"
             )
         if item_set.longest > limits.context - limits.reserved:
+            long = item_set.longer_than(limits.context - limits.reserved)
+            key = item_set.keys_of(item_set.items_at(long[:1]))[0][0]
             raise ItemSetError(
-                f"{called} has an item of {item_set.longest} tokens, longer than {self.words.context}="
-                f"{limits.context}: raise {self.words.context_flag} or leave the item out"
+                f"{called} has items of up to {item_set.longest} tokens, longer than {self.words.context}="
+                f"{limits.context}: raise {self.words.context_flag}, or leave out {len(long):,} of {len(item_set):,} "
+                f"items, such as that with the key {shown(key)}"
             )
         _ = item_set.attributes  # checked: no filter should wait for it
 

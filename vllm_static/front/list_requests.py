@@ -85,12 +85,18 @@ class RankedList:
     whole_prompt: of the one request by which the engine makes them. table: what that has made, after a thought already.
     """
 
-    def __init__(self, front_end: Any, asked: ItemRequest, prompt: list[int], end_token: int) -> None:
-        """Raises RefusedError, or ItemSetError for an inline set's items."""
+    def __init__(self, front_end: Any, asked: ItemRequest, given: Any, end_token: int) -> None:
+        """given: the prompt, rendered by vLLM. Raises RefusedError, or ItemSetError for an inline set's items."""
+        prompt, self._embedded = _tokens_of(given), "prompt_embeds" in given
         self.table = asked.ended and asked.ended.table
         begun = asked.ended.jobs if asked.ended is not None else []
         self.job = begun.pop() if begun else front_end.list_job(asked, prompt_tokens=len(prompt))
-        self.search, self.prompt, self.whole_prompt = self.job.search, prompt, [*prompt, *self.job.placeholders]
+        self.search, self.prompt = self.job.search, prompt
+        self.whole_prompt = {"type": "token", "prompt_token_ids": [*prompt, *self.job.placeholders]}
+        if self._embedded:
+            self.whole_prompt = given
+            if self.job.carried is None or self.job.placeholders:
+                raise self._needs_tokens()
         self._adapters = front_end.vllm_config.lora_config is not None
         self._end, self._v2, self._logged = end_token, front_end.v2, bool(asked.weighed)
 
@@ -112,12 +118,21 @@ class RankedList:
             outputs.append(output)
         return outputs
 
+    def _needs_tokens(self) -> RefusedError:
+        return RefusedError(
+            "beam search",
+            "after prompt embeddings lists and draws are made inside a step of the engine, and these take rounds of "
+            "requests or a draft head (the server's log says why): send a prompt of tokens",
+        )
+
     def ask(self, one: Pass, *, cached: bool) -> tuple[list[int], SamplingParams]:
         """Return the prompt and the parameters of the request that scores a pass.
 
         cached: whether it may use the prefix cache, of which the answer lacks the tokens' rows (`missing`). Raises
         RefusedError on a CPU with LoRA adapters: scoring several prompts at once would end vLLM's engine.
         """
+        if self._embedded:
+            raise self._needs_tokens()
         if self._adapters and current_platform.is_cpu():
             raise RefusedError(
                 "beam search",
@@ -175,7 +190,7 @@ def offline(
         for output, text in zip(answer.outputs, whole, strict=True):
             sequence = BeamSearchSequence(
                 prompt,
-                tokens=[*prompt["prompt_token_ids"], *output.token_ids],
+                tokens=[*answer.prompt_token_ids, *output.token_ids],
                 logprobs=[],
                 lora_request=lora,
                 cum_logprob=output.cumulative_logprob,
@@ -233,10 +248,9 @@ def candidates(
 ) -> list[RequestOutput]:  # fmt: skip
     """Return what `LLM.generate` answers to requests for lists or draws, of prompts that vLLM has tokenized."""
     tokenizer, front_end = llm.get_tokenizer(), llm.llm_engine.input_processor.static_front_end
-    prompts, end_token = [list(one["prompt_token_ids"]) for one in inputs], tokenizer.eos_token_id
-    pinned = [front_end.pinned(*each) for each in zip(asked, prompts, strict=True)]
-    given = zip(pinned, prompts, strict=True)
-    lists = [RankedList(front_end, request, prompt, end_token) for request, prompt in given]
+    pinned = [front_end.pinned(one, _tokens_of(prompt)) for one, prompt in zip(asked, inputs, strict=True)]
+    given = zip(pinned, inputs, strict=True)
+    lists = [RankedList(front_end, request, prompt, tokenizer.eos_token_id) for request, prompt in given]
     made, logs = _results(llm, front_end, lists, loras, priorities)
     # All that is written out goes through the tokenizer together, and through its set.
     entries = list[list[dict[str, Any]]]()
@@ -253,8 +267,13 @@ def candidates(
 
 
 def _output(request_id: str, prompt: Any, outputs: list[CompletionOutput]) -> RequestOutput:
-    tokens = list(prompt["prompt_token_ids"])
+    tokens = list(prompt.get("prompt_token_ids") or ())
     return RequestOutput(request_id, prompt.get("prompt"), tokens, None, outputs, finished=True)
+
+
+def _tokens_of(prompt: Any) -> list[int]:
+    """Return a prompt's tokens; of one of embeddings as many zeros, which nobody reads."""
+    return [0] * len(prompt["prompt_embeds"]) if "prompt_embeds" in prompt else list(prompt["prompt_token_ids"])
 
 
 def _texts(tokenizer: Any, made: Sequence[RequestOutput], **options: Any) -> list[list[str]]:
@@ -290,10 +309,10 @@ def _results(
 ) -> tuple[list[Found], list[TokenScores]]:
     """Make the lists, each in one request if it can be, the others round by round together; then score their tokens."""
 
-    def generate(requests: Sequence[tuple[int, list[int], SamplingParams]]) -> list[Any]:
-        """Return the outputs of requests, each with the index of its list."""
+    def generate(requests: Sequence[tuple[int, Any, SamplingParams]]) -> list[Any]:
+        """Return the outputs of requests, each with the index of its list, and its prompt or the tokens of one."""
         return llm.generate(
-            [{"prompt_token_ids": tokens} for _, tokens, _ in requests],
+            [{"prompt_token_ids": one} if isinstance(one, list) else one for _, one, _ in requests],
             [params for *_, params in requests],
             use_tqdm=False,
             lora_request=[loras[i] for i, *_ in requests] if any(loras) else None,
@@ -336,16 +355,17 @@ async def online(
     When the client goes, all its requests are aborted. A list that the engine aborts ends as samples do then.
     """
     tokenizer = client.renderer.get_tokenizer()
-    front_end, tokens = client.input_processor.static_front_end, list(prompt["prompt_token_ids"])
+    front_end, tokens = client.input_processor.static_front_end, _tokens_of(prompt)
     asked = await front_end.prepare(asked, tokens)
     body().begin(thinks=False)
-    made = RankedList(front_end, asked, tokens, tokenizer.eos_token_id)
+    made = RankedList(front_end, asked, prompt, tokenizer.eos_token_id)
     lists = front_end.lists(client)
 
-    async def generate(prompt: list[int], params: SamplingParams) -> Any:
+    async def generate(prompt: Any, params: SamplingParams) -> Any:
         output: Any = None
         name = f"{request_id}-{random_uuid()}"
-        given = {"type": "token", "prompt_token_ids": prompt}  # vLLM has nothing left to render
+        # vLLM has nothing left to render.
+        given = {"type": "token", "prompt_token_ids": prompt} if isinstance(prompt, list) else prompt
         with no_body():
             async for part in client.generate(given, params, name, **options):
                 output = part

@@ -81,6 +81,8 @@ def _process_inputs(original: Callable[..., Any], self: Any, params: Any) -> Any
     if item_request is not None:
         prompt_tokens = len(request.prompt_embeds if request.prompt_token_ids is None else request.prompt_token_ids)
         with refusals(params):
+            if item_request.after and request.prompt_embeds is not None:
+                raise ItemSetError("a list after a thought needs a prompt of tokens: send one, or omit list_after")
             item_request = front_end.pinned(item_request, request.prompt_token_ids or ())
             expecting = front_end.attach(item_request, request.sampling_params, prompt_tokens)
             setattr(request.sampling_params, answers.EXPECTED, lambda request: (expecting(request), told))
@@ -131,7 +133,7 @@ async def _candidates(
     with refusals():
         request = requests.asked_of_generate(params)
         assert request is not None
-        if not (isinstance(prompt, dict) and "prompt_token_ids" in prompt):
+        if not (isinstance(prompt, dict) and ("prompt_token_ids" in prompt or "type" in prompt)):
             parsed = preprocess.parse_model_prompt(client.model_config, prompt)
             (prompt,) = await client.renderer.render_cmpl_async([parsed])
         async for output in list_requests.online(request, client, prompt, request_id, **options):

@@ -124,14 +124,17 @@ def _run(runner: Any, tokens: Tensor, beams: BeamMetadata, requests: list[str], 
     inputs = {"input_ids": buffers.input_ids[:padded], "positions": buffers.positions[:padded]}
     inputs |= dict.fromkeys(("inputs_embeds", "intermediate_tensors"))
     lora = runner.lora_config is not None
-    with _without_connector(runner), set_forward_context(
-        dict.fromkeys(beam_attention.layer_names(runner), beams),
-        runner.vllm_config,
-        num_tokens=padded,
-        cudagraph_runtime_mode=shape.cg_mode,
-        batch_descriptor=BatchDescriptor(padded, has_lora=lora, num_active_loras=shape.num_active_loras),
-        slot_mapping=build_slot_mappings_by_layer(mapping, runner.kv_cache_config),
-        is_padding=buffers.is_padding[:padded],
+    with (
+        _without_connector(runner),
+        set_forward_context(
+            dict.fromkeys(beam_attention.layer_names(runner), beams),
+            runner.vllm_config,
+            num_tokens=padded,
+            cudagraph_runtime_mode=shape.cg_mode,
+            batch_descriptor=BatchDescriptor(padded, has_lora=lora, num_active_loras=shape.num_active_loras),
+            slot_mapping=build_slot_mappings_by_layer(mapping, runner.kv_cache_config),
+            is_padding=buffers.is_padding[:padded],
+        ),
     ):
         if shape.cg_mode == CUDAGraphMode.PIECEWISE:
             return runner.cudagraph_manager.run_pw_graph(runner.model, inputs)[:count]
@@ -166,6 +169,7 @@ def _shape(runner: Any, rows: int, count: int, requests: list[str], recorded: bo
     the pieces' memory. count: tokens of all rows."""
     adapters = len(runner.lora_state.get_activate_loras(requests)) if runner.lora_config else 0
     shape = runner.cudagraph_manager.dispatch(rows, count, None, adapters)
-    if shape.cg_mode != CUDAGraphMode.FULL and not recorded and runner.speculator is None:
+    of_tokens = not runner.model_config.enable_prompt_embeds  # else the pieces take embeddings
+    if shape.cg_mode != CUDAGraphMode.FULL and not recorded and runner.speculator is None and of_tokens:
         return shape
     return dataclasses.replace(shape, cg_mode=CUDAGraphMode.NONE, num_tokens=count, num_reqs=rows)

@@ -42,6 +42,7 @@ PROGRAMS = {  # commands whose words are tried, and where
 NOT_HERE = (  # of other packages, they want a GPU (test_gpu_script tries these), or they change the machine
     "apt-get install", "export", "source", "pip install", "docker build", "kubectl", "python serve_films.py",
     "python -m sglang_router.launch_router", "python3.12 benchmarks/gpu_pack.py", "bash benchmarks/gpu.sh",
+    ".venv-gpu/bin/python benchmarks/gpu_pack_sglang.py",
 )  # fmt: skip
 
 

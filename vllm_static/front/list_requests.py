@@ -92,11 +92,10 @@ class RankedList:
         begun = asked.ended.jobs if asked.ended is not None else []
         self.job = begun.pop() if begun else front_end.list_job(asked, prompt_tokens=len(prompt))
         self.search, self.prompt = self.job.search, prompt
-        self.whole_prompt = {"type": "token", "prompt_token_ids": [*prompt, *self.job.placeholders]}
-        if self._embedded:
-            self.whole_prompt = given
-            if self.job.carried is None or self.job.placeholders:
-                raise self._needs_tokens()
+        whole = {"type": "token", "prompt_token_ids": [*prompt, *self.job.placeholders]}
+        self.whole_prompt = given if self._embedded else whole
+        if self._embedded and (self.job.carried is None or self.job.placeholders):
+            raise self._needs_tokens()
         self._adapters = front_end.vllm_config.lora_config is not None
         self._end, self._v2, self._logged = end_token, front_end.v2, bool(asked.weighed)
 
@@ -249,8 +248,7 @@ def candidates(
     """Return what `LLM.generate` answers to requests for lists or draws, of prompts that vLLM has tokenized."""
     tokenizer, front_end = llm.get_tokenizer(), llm.llm_engine.input_processor.static_front_end
     pinned = [front_end.pinned(one, _tokens_of(prompt)) for one, prompt in zip(asked, inputs, strict=True)]
-    given = zip(pinned, inputs, strict=True)
-    lists = [RankedList(front_end, request, prompt, tokenizer.eos_token_id) for request, prompt in given]
+    lists = [RankedList(front_end, *each, tokenizer.eos_token_id) for each in zip(pinned, inputs, strict=True)]
     made, logs = _results(llm, front_end, lists, loras, priorities)
     # All that is written out goes through the tokenizer together, and through its set.
     entries = list[list[dict[str, Any]]]()
@@ -363,11 +361,9 @@ async def online(
 
     async def generate(prompt: Any, params: SamplingParams) -> Any:
         output: Any = None
-        name = f"{request_id}-{random_uuid()}"
-        # vLLM has nothing left to render.
-        given = {"type": "token", "prompt_token_ids": prompt} if isinstance(prompt, list) else prompt
+        given = {"type": "token", "prompt_token_ids": prompt} if isinstance(prompt, list) else prompt  # as rendered
         with no_body():
-            async for part in client.generate(given, params, name, **options):
+            async for part in client.generate(given, params, f"{request_id}-{random_uuid()}", **options):
                 output = part
         if output.outputs[0].finish_reason == ABORT:
             raise AbortedError

@@ -7,6 +7,7 @@ import json
 import logging
 import random
 import re
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -22,6 +23,7 @@ from itemset.embedded.composite_grammar import Composite
 from itemset.embedded.printed import long_alternations
 from itemset.serving.constraint import EBNF, JSON, LARK, REGEX, TAG
 from itemset.serving.engine import long_alternations as of_engine
+from itemset.serving.engine.grammars import short_turns
 from itemset.serving.engine.long_alternations import LongAlternations
 
 LETTERS = [*"ab éÿ中😀0f|]},'/", '"', "\\", "\n", "\x7f", "\u2028"]
@@ -175,3 +177,14 @@ def test_many_at_once_where_little_is_kept(monkeypatch: pytest.MonkeyPatch) -> N
         assert all(pool.map(lambda spec: made.get(JSON, spec), specs))
     assert sum(made._costs.values()) <= 1_000
     assert made._costs.keys() <= made._made.keys()
+
+
+def test_threads_have_short_turns_while_any_constraint_is_compiled():
+    usual = sys.getswitchinterval()
+    first, second = short_turns(), short_turns()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert sys.getswitchinterval() < usual
+    second.__exit__(None, None, None)
+    assert sys.getswitchinterval() == usual

@@ -1,9 +1,11 @@
 """The grammars of constraints with item sets in them, where the engine walks them."""
 
 import json
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from weakref import WeakValueDictionary
 
 import xgrammar
@@ -14,6 +16,27 @@ from itemset.serving.constraint import ENVELOPE, SMALL
 
 Sets = Callable[[str], ItemSet]  # returns a set by its reference
 Compiled = tuple[Vocabulary, xgrammar.CompiledGrammar, list[Hole]]  # what each `Composite` of a constraint begins with
+
+
+_TURN = 2e-4  # seconds
+_compiling = threading.Lock()
+_turns: list[float] = []  # of each thread that compiles now, what the interpreter's turns were before
+
+
+@contextmanager
+def short_turns() -> Iterator[None]:
+    """While a constraint is compiled, give Python's threads short turns: an engine's loop spins until it is there, and
+    each thread waits 5 ms for the other's usual turn, whenever it has let go of the interpreter."""
+    with _compiling:
+        _turns.append(sys.getswitchinterval())
+        sys.setswitchinterval(min(_TURN, _turns[0]))
+    try:
+        yield
+    finally:
+        with _compiling:
+            usual = _turns[0]
+            _turns.pop()
+            sys.setswitchinterval(min(_TURN, usual) if _turns else usual)
 
 
 class Grammars:
@@ -42,6 +65,7 @@ class Grammars:
         shared.get()
         return shared
 
+    @short_turns()
     def _compiled(self, spec: str, sets: Sets) -> Compiled:
         vocabulary, (grammar, given) = self._vocabulary.get(), json.loads(spec.removeprefix(ENVELOPE))
         holes = [

@@ -22,7 +22,7 @@ from itemset.embedded.printed import Texts, long_alternations, printed
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet, build
 from itemset.serving.constraint import JSON, TAG, parsed
-from itemset.serving.engine.grammars import Compiled
+from itemset.serving.engine.grammars import Compiled, short_turns
 from itemset.text import Escape, continues, encode
 from itemset.trie.rows import Rows, joined
 
@@ -75,6 +75,7 @@ class LongAlternations:
             return '"enum"' in spec and spec.count('"') > 2 * self._least
         return spec.count("|") >= self._least
 
+    @short_turns()
     def _try(self, kind: str, spec: str) -> tuple[Compiled | None, int]:
         begin = perf_counter()
         try:

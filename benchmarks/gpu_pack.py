@@ -148,6 +148,16 @@ def pack(folder: Path) -> None:
     print(f"{sum(sizes.values()) / 1e6:.1f} MB in {folder}")
 
 
+def pretended_libcuda(folder: Path) -> Path:
+    """Make a libcuda with the names that libraries look for, which do nothing: to load them without a card."""
+    names = "cuGetProcAddress_v2", "cuPointerGetAttribute", "cuTensorMapEncodeTiled"
+    (folder / "stub.c").write_text("".join(f"int {name}() {{ return 1; }}\n" for name in names))
+    library = folder / "libcuda.so.1"
+    command = ["gcc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", str(folder / "stub.c"), "-o", str(library)]
+    subprocess.run(command, check=True)
+    return library
+
+
 def commit() -> str:
     return subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True).stdout
 

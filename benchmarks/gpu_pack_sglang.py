@@ -25,7 +25,7 @@ from pathlib import Path
 
 import gpu_jit
 from gpu_engine import CACHE, HOME, ROOT, TRITON_CACHE, extract
-from gpu_pack import commit, compress, fetch, keep_capability
+from gpu_pack import commit, compress, fetch, keep_capability, pretended_libcuda
 
 SGLANG = "sglang==0.5.23"
 KERNELS, BUILT = "sglang-kernel==0.4.10", "sglang-kernel==0.4.4"  # what SGLang asks for; the last for PyTorch 2.11
@@ -77,9 +77,10 @@ def pack_compiled(folder: Path) -> None:
         install = ["install", "-q", "--no-index", "--no-deps", "--no-compile", "--target", str(site)]
         wheels = map(str, (folder / "wheels").glob("*.whl"))
         subprocess.run([sys.executable, "-m", "pip", *install, *wheels], check=True)
-        given = os.environ | _pretended(Path(name)) | {"SGLANG_JIT_CACHE_DIR": str(built)}
+        given = os.environ | {"SGLANG_JIT_CACHE_DIR": str(built)}
         paths = (ROOT / "tests" / "pretended_card", site, ROOT, ROOT / "benchmarks")
         given |= {"PYTHONPATH": os.pathsep.join(map(str, paths)), "CUDA_HOME": cuda_home()}
+        given |= {"PRETENDED_LIBCUDA": str(pretended_libcuda(Path(name))), "PRETENDED_DEVICE": "1"}
         script = [sys.executable, str(ROOT / "benchmarks" / "gpu_jit.py")]
         subprocess.run([*script, "build", str(modules)], check=True, env=given)
         libraries = [(f"{gpu_jit.FOLDER}/{path.name}", path.read_bytes()) for path in sorted(modules.iterdir())]
@@ -88,16 +89,6 @@ def pack_compiled(folder: Path) -> None:
         subprocess.run([*script, "triton"], check=True, env=given | {"TRITON_CACHE_DIR": str(TRITON_CACHE)})
     wanted = [path for path in sorted(TRITON_CACHE.rglob("*")) if path.is_file()]
     compress(folder / CACHE, [(str(path.relative_to(HOME)), path.read_bytes()) for path in wanted])
-
-
-def _pretended(folder: Path) -> dict[str, str]:
-    """What has libraries find a card of compute capability 9.0, and a libcuda with the names that they want."""
-    names = "cuGetProcAddress_v2", "cuPointerGetAttribute", "cuTensorMapEncodeTiled"
-    (folder / "stub.c").write_text("".join(f"int {name}() {{ return 1; }}\n" for name in names))
-    library = folder / "libcuda.so.1"
-    command = ["gcc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", str(folder / "stub.c"), "-o", str(library)]
-    subprocess.run(command, check=True)
-    return {"PRETENDED_LIBCUDA": str(library), "PRETENDED_DEVICE": "1"}
 
 
 def cuda_home() -> str:

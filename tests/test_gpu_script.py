@@ -223,14 +223,11 @@ def test_the_pack_is_small_enough_to_be_carried() -> None:
 
 def pretended(home: Path) -> dict[str, str]:
     """The environment of a machine where the libraries that ask for a card find a pretended one."""
-    names = "cuGetProcAddress_v2", "cuPointerGetAttribute", "cuTensorMapEncodeTiled"
-    (home / "stub.c").write_text("".join(f"int {name}() {{ return 1; }}\n" for name in names))
-    library = home / "libcuda.so.1"
-    command = ["gcc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", str(home / "stub.c"), "-o", str(library)]
-    subprocess.run(command, check=True)
+    from gpu_pack import pretended_libcuda
+
     return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {
-        "STATIC_GPU_HOME": str(home / "unpacked"), "PRETENDED_LIBCUDA": str(library), "OUT": str(home),
-        "PYTHONPATH": str(Path(__file__).parent / "pretended_card"),
+        "STATIC_GPU_HOME": str(home / "unpacked"), "PRETENDED_LIBCUDA": str(pretended_libcuda(home)),
+        "OUT": str(home), "PYTHONPATH": str(Path(__file__).parent / "pretended_card"),
     }  # fmt: skip
 
 

@@ -178,14 +178,15 @@ def test_the_engine_step_measures_every_way(tmp_path: Path) -> None:
     subprocess.run([sys.executable, script, "sets"], check=True, env=given, timeout=300)
     run = subprocess.run([sys.executable, script, "measure"], capture_output=True, text=True, env=given, timeout=600)
     rows = [json.loads(line) for line in run.stdout.splitlines() if line.startswith('{"way"')]
-    ways = ["start", "none", "device", "narrow", "children", "narrow, children", "host", "list", "trials"]
+    ways = ["start", "none", "device", "narrow", "children", "narrow, children", "host", "list", "list", "trials"]
     assert [row["way"] for row in rows] == ways, run.stderr[-3000:]
     assert [row for row in rows if "failed" in row or row.get("illegal")] == []
     steps = {row["way"]: row["steps"] for row in rows if "steps" in row}
     assert set(steps["device"]) == {"not chosen"}
     assert steps["narrow"]["narrow"] > 0
     assert steps["host"] == {}  # no step of the device path
-    lists, trials = rows[-2:]
+    lists, without_end, trials = rows[-3:]
+    assert without_end["passes inside a step"] == lists["passes inside a step"] - 1
     assert [trials[way] for way in ways[2:7]] == [trials["of"]] * 5  # but for rounding, of which floats have little
     assert trials["items of a list"] == trials["as its passes"] == 4
     assert trials["largest difference of scores"] < 1e-3  # whose items are others: these weights make all alike

@@ -86,9 +86,7 @@ def unpack(pack: Path) -> None:
     SITE.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor() as pool:
         done = [pool.submit(extract, path, SITE) for path in pack.glob("*.tar.xz") if path.name != CACHE]
-        wheels = sorted(map(str, (pack / "wheels").glob("*.whl")))
-        install = ["install", "-q", "--no-index", "--no-deps", "--no-compile", "--upgrade", "--target", str(SITE)]
-        subprocess.run([sys.executable, "-m", "pip", *install, *wheels], check=True)
+        install(pack / "wheels", SITE)
         for one in done:
             one.result()
     _entry_points()
@@ -99,6 +97,12 @@ def unpack(pack: Path) -> None:
     )
     if sum(abs(one.wait()) for one in (compiled, sets, loops)):  # all of them are waited for
         raise SystemExit("what an engine needs is not ready: see above")
+
+
+def install(wheels: Path, site: Path) -> None:
+    options = ["-q", "--no-index", "--no-deps", "--no-compile", "--upgrade", "--target", str(site)]
+    command = [sys.executable, "-m", "pip", "install", *options, *sorted(map(str, wheels.glob("*.whl")))]
+    subprocess.run(command, check=True)
 
 
 def extract(archive: Path, where: Path) -> None:
@@ -148,11 +152,7 @@ def make_sets() -> None:
 
 
 def measure() -> None:
-    began = time.perf_counter()
-    llm, backend = _engine()
-    say({"way": "start", "seconds": time.perf_counter() - began, "attention": backend})
-    if not TINY:  # a CPU multiplies by packed copies of its weights
-        _spread(llm)
+    llm = _started()
     ways = {
         "none": {}, "device": {}, "narrow": {"narrow": True}, "children": {"children": True},
         "narrow, children": {"narrow": True, "children": True}, "host": {"host": True},
@@ -160,9 +160,7 @@ def measure() -> None:
     for count in SIZE.rows:
         _interleaved(llm, ways, count)
     for width, tokens in SIZE.lists:
-        for graphs in (False,) if TINY else (True, False):
-            with reported(f"list of {width}"), switched(llm, graphs=graphs):
-                say({"way": "list", "width": width, "prompt": tokens, "graph": graphs, **_lists(llm, width, tokens)})
+        _both_ways(llm, width, tokens)
         with reported(f"list of {width}"), switched(llm, graphs=not TINY):
             more = {"without_end": True}  # a pass less
             say({"way": "list", "width": width, "prompt": tokens, **more, **_lists(llm, width, tokens, more)})
@@ -172,17 +170,27 @@ def measure() -> None:
 
 
 def measure_fp8() -> None:
-    began = time.perf_counter()
-    llm, backend = _engine(kv_cache_dtype="auto" if TINY else "fp8")  # a CPU's attention makes no lists of the other
-    say({"way": "start", "seconds": time.perf_counter() - began, "attention": backend})
-    if not TINY:
-        _spread(llm)
+    llm = _started(kv_cache_dtype="auto" if TINY else "fp8")  # a CPU's attention makes no lists of the other
     for width, tokens in SIZE.lists[:2]:
-        for graphs in (False,) if TINY else (True, False):
-            with reported(f"list of {width}"), switched(llm, graphs=graphs):
-                say({"way": "list", "width": width, "prompt": tokens, "graph": graphs, **_lists(llm, width, tokens)})
+        _both_ways(llm, width, tokens)
         with reported(f"rounds of {width}"):
             say({"way": "rounds", "width": width, "prompt": tokens, **_by_rounds(llm, width, tokens)})
+
+
+def _started(**load: Any) -> Any:
+    began = time.perf_counter()
+    llm, backend = _engine(**load)
+    say({"way": "start", "seconds": time.perf_counter() - began, "attention": backend})
+    if not TINY:  # a CPU multiplies by packed copies of its weights
+        _spread(llm)
+    return llm
+
+
+def _both_ways(llm: Any, width: int, tokens: int) -> None:
+    """Measure lists as graphs, and pass by pass."""
+    for graphs in (False,) if TINY else (True, False):
+        with reported(f"list of {width}"), switched(llm, graphs=graphs):
+            say({"way": "list", "width": width, "prompt": tokens, "graph": graphs, **_lists(llm, width, tokens)})
 
 
 def _by_rounds(llm: Any, width: int, tokens: int) -> dict[str, Any]:
@@ -201,11 +209,8 @@ def _spread(llm: Any) -> None:
     """Give the model weights with which a prompt matters: vLLM's own random ones make all tokens alike."""
     import torch
 
-    from vllm_static import compat
-
-    (worker,) = [_core(llm).model_executor.driver_worker]
     with torch.no_grad():
-        for parameter in compat.runner_of(getattr(worker, "worker", worker)).model.parameters():
+        for parameter in _runner(llm).model.parameters():
             if parameter.ndim > 1:
                 parameter.normal_(std=parameter.shape[-1] ** -0.5)
     _sets(llm).narrow.refresh()
@@ -290,12 +295,16 @@ def _core(llm: Any) -> Any:
     return llm.llm_engine.engine_core.engine_core
 
 
+def _runner(llm: Any) -> Any:
+    from vllm_static import compat
+
+    return compat.runner_of(_core(llm).model_executor.driver_worker)
+
+
 def _sets(llm: Any) -> Any:
     from vllm_static import compat
-    from vllm_static.compat import item_sets
 
-    (worker,) = [_core(llm).model_executor.driver_worker]
-    return item_sets(compat.runner_of(getattr(worker, "worker", worker)))
+    return compat.item_sets(_runner(llm))
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import gpu_jit
-from gpu_engine import CACHE, HOME, ROOT, TRITON_CACHE, extract
+from gpu_engine import CACHE, HOME, ROOT, TRITON_CACHE, extract, install
 from gpu_pack import commit, compress, fetch, keep_capability, pretended_libcuda
 
 SGLANG = "sglang==0.5.23"
@@ -74,9 +74,7 @@ def pack_compiled(folder: Path) -> None:
         site, built, modules = Path(name, "site"), Path(name, "jit"), Path(name, gpu_jit.FOLDER)
         for archive in folder.glob("*.tar.xz"):
             extract(archive, site)
-        install = ["install", "-q", "--no-index", "--no-deps", "--no-compile", "--target", str(site)]
-        wheels = map(str, (folder / "wheels").glob("*.whl"))
-        subprocess.run([sys.executable, "-m", "pip", *install, *wheels], check=True)
+        install(folder / "wheels", site)
         given = os.environ | {"SGLANG_JIT_CACHE_DIR": str(built)}
         paths = (ROOT / "tests" / "pretended_card", site, ROOT, ROOT / "benchmarks")
         given |= {"PYTHONPATH": os.pathsep.join(map(str, paths)), "CUDA_HOME": cuda_home()}

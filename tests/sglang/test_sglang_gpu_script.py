@@ -14,7 +14,7 @@ SCRIPT = str(ROOT / "benchmarks" / "gpu_sglang.py")
 
 
 def test_the_engine_step_measures_every_way(tmp_path: Path) -> None:
-    """What is asked on a GPU is asked here, and each way has its row: on its path, and with nothing outside a set."""
+    """The requests of the GPU run: every configuration reports a row, takes its path, and returns legal items only."""
     given = environment() | {"STATIC_GPU_HOME": str(tmp_path), "STATIC_GPU_TINY": "1", "TESTS_SGLANG_REPORTS": "0"}
     subprocess.run([sys.executable, SCRIPT, "sets"], check=True, env=given, timeout=300)
     run = subprocess.run([sys.executable, SCRIPT, "measure"], capture_output=True, text=True, env=given, timeout=600)

@@ -92,8 +92,7 @@ class RankedList:
         begun = asked.ended.jobs if asked.ended is not None else []
         self.job = begun.pop() if begun else front_end.list_job(asked, prompt_tokens=len(prompt))
         self.search, self.prompt = self.job.search, prompt
-        whole = {"type": "token", "prompt_token_ids": [*prompt, *self.job.placeholders]}
-        self.whole_prompt = given if self._embedded else whole
+        self.whole_prompt = given if self._embedded else _rendered([*prompt, *self.job.placeholders])
         if self._embedded and (self.job.carried is None or self.job.placeholders):
             raise self._needs_tokens()
         self._adapters = front_end.vllm_config.lora_config is not None
@@ -124,7 +123,7 @@ class RankedList:
             "requests or a draft head (the server's log says why): send a prompt of tokens",
         )
 
-    def ask(self, one: Pass, *, cached: bool) -> tuple[list[int], SamplingParams]:
+    def ask(self, one: Pass, *, cached: bool) -> tuple[Any, SamplingParams]:
         """Return the prompt and the parameters of the request that scores a pass.
 
         cached: whether it may use the prefix cache, of which the answer lacks the tokens' rows (`missing`). Raises
@@ -147,7 +146,7 @@ class RankedList:
         }
         tokens, run = [*self.prompt, *one.tokens], one.tokens[one.known :]
         if not self._v2:  # which alone scores chosen tokens anywhere in a prompt
-            return tokens, ScoringParams(**common, **model_runner.scoring(one, cached=cached))
+            return _rendered(tokens), ScoringParams(**common, **model_runner.scoring(one, cached=cached))
         chosen = np.full((len(run) + 1, max(1, len(one.after))), -1, np.int64)
         chosen[: len(run), 0] = run
         chosen[-1, : len(one.after)] = one.after
@@ -158,7 +157,7 @@ class RankedList:
             **common,
         )
         # The last row scores what would follow; a prompt's rows end one before its last token.
-        return [*tokens, self._end], params
+        return _rendered([*tokens, self._end]), params
 
     def missing(self, one: Pass, output: Any) -> bool:
         """Return whether the output lacks what was asked, so that it has to be asked again."""
@@ -274,6 +273,11 @@ def _tokens_of(prompt: Any) -> list[int]:
     return [0] * len(prompt["prompt_embeds"]) if "prompt_embeds" in prompt else list(prompt["prompt_token_ids"])
 
 
+def _rendered(tokens: list[int]) -> dict[str, Any]:
+    """Return a prompt of tokens as vLLM has it once it is rendered."""
+    return {"type": "token", "prompt_token_ids": tokens}
+
+
 def _texts(tokenizer: Any, made: Sequence[RequestOutput], **options: Any) -> list[list[str]]:
     """Return the text of each prompt with each of its items. A prompt is decoded once, but for its last tokens, on
     which the text that follows may depend. options: of `decode`."""
@@ -308,9 +312,9 @@ def _results(
     """Make the lists, each in one request if it can be, the others round by round together; then score their tokens."""
 
     def generate(requests: Sequence[tuple[int, Any, SamplingParams]]) -> list[Any]:
-        """Return the outputs of requests, each with the index of its list, and its prompt or the tokens of one."""
+        """Return the outputs of requests, each with the index of its list."""
         return llm.generate(
-            [{"prompt_token_ids": one} if isinstance(one, list) else one for _, one, _ in requests],
+            [prompt for _, prompt, _ in requests],
             [params for *_, params in requests],
             use_tqdm=False,
             lora_request=[loras[i] for i, *_ in requests] if any(loras) else None,
@@ -361,9 +365,8 @@ async def online(
 
     async def generate(prompt: Any, params: SamplingParams) -> Any:
         output: Any = None
-        given = {"type": "token", "prompt_token_ids": prompt} if isinstance(prompt, list) else prompt  # as rendered
         with no_body():
-            async for part in client.generate(given, params, f"{request_id}-{random_uuid()}", **options):
+            async for part in client.generate(prompt, params, f"{request_id}-{random_uuid()}", **options):
                 output = part
         if output.outputs[0].finish_reason == ABORT:
             raise AbortedError

@@ -327,10 +327,11 @@ def largest_difference(layer: Any, dtype: torch.dtype, segments: int) -> float:
     output = torch.empty_like(query)
     if impl.kv_cache_dtype in FP8:  # what the cache keeps, and what the layer asks
         keys, values = (_rounded(one, scale) for one, scale in ((keys, layer._k_scale), (values, layer._v_scale)))
+    asked = query
     if (quantise := getattr(layer, "query_quant", None)) is not None:
         asked = quantise(query.flatten(1), layer._q_scale)[0].view_as(query)
         query = _rounded(query, layer._q_scale)
-    attend(layer, query if quantise is None else asked, new, kv_cache, beams, output)
+    attend(layer, asked, new, kv_cache, beams, output)
     group = impl.num_heads // kv_heads
     all_keys, all_values = (
         torch.cat((old.expand(2, -1, -1, -1), own[:, None]), 1).double().repeat_interleave(group, 2)

@@ -20,7 +20,7 @@ Compiled = tuple[Vocabulary, xgrammar.CompiledGrammar, list[Hole]]  # what each 
 
 _TURN = 2e-4  # seconds
 _compiling = threading.Lock()
-_turns: list[float] = []  # of each thread that compiles now, what the interpreter's turns were before
+_turns: list[float] = []  # the interpreter's switch interval as each thread that compiles now has found it
 
 
 @contextmanager
@@ -29,14 +29,12 @@ def short_turns() -> Iterator[None]:
     each thread waits 5 ms for the other's usual turn, whenever it has let go of the interpreter."""
     with _compiling:
         _turns.append(sys.getswitchinterval())
-        sys.setswitchinterval(min(_TURN, _turns[0]))
+        sys.setswitchinterval(min(_TURN, _turns[-1]))
     try:
         yield
     finally:
-        with _compiling:
-            usual = _turns[0]
-            _turns.pop()
-            sys.setswitchinterval(min(_TURN, usual) if _turns else usual)
+        with _compiling:  # whoever ends last restores what the first one found
+            sys.setswitchinterval(_turns.pop())
 
 
 class Grammars:

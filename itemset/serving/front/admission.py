@@ -80,8 +80,8 @@ class Checks:
                 f"{called} holds token id {highest}, the model's vocabulary ends at {limits.vocab_size - 1}: "
                 "build the set with this model's token ids; tokens that an adapter adds need a model merged with it"
             )
-        if item_set.longest > limits.context - limits.reserved:
-            long = item_set.longer_than(limits.context - limits.reserved)
+        if item_set.longest > (room := limits.context - limits.reserved):
+            long = item_set.longer_than(room)
             key = item_set.keys_of(item_set.items_at(long[:1]))[0][0]
             raise ItemSetError(
                 f"{called} has items of up to {item_set.longest} tokens, longer than {self.words.context}="

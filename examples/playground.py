@@ -33,6 +33,7 @@ PROMPT = """a comedy with robots: Short Circuit (1986)
 a film about the war in Vietnam: Platoon (1986)
 a space adventure: """
 FILTER = '{"genres": "Sci-Fi", "year": {"$gte": 1990}}'
+BOOST = 5  # where a slider ends: nats that an item one spread above the mean has more than one at the mean
 JSON, TAGS, SLATE = "JSON", "text with tags", "slate"
 
 
@@ -76,6 +77,7 @@ def app(server: Server, prompt: str = PROMPT, item_filter: str = "") -> gr.Block
     """The page. prompt, item_filter: what stands in it at first."""
     names = [one["name"] for one in server.sets()]
     first = names[0] if names else ""
+    boosted = list(dict.fromkeys(name for index in server.indexes.values() for name in index.spreads()))
 
     @shown
     def about() -> str:
@@ -94,9 +96,12 @@ def app(server: Server, prompt: str = PROMPT, item_filter: str = "") -> gr.Block
         return page.page(told, page.table(heads, rows))
 
     @shown
-    def ranked(item_set: str, chosen: str, exclude: str, inline: str, prompt: str, n: float, width: float) -> str:
+    def ranked(
+        item_set: str, chosen: str, exclude: str, inline: str, prompt: str, n: float, width: float, *weights: float
+    ) -> str:
         choice = Choice.of(item_set, chosen, exclude, inline)
-        return page.ranked(server.ranked(prompt, choice, whole(n), width=max(whole(width), whole(n))))
+        boost = server.boost(choice, dict(zip(boosted, weights, strict=True)))
+        return page.ranked(server.ranked(prompt, choice, whole(n), width=max(whole(width), whole(n)), **boost))
 
     @shown
     def path(
@@ -131,7 +136,9 @@ def app(server: Server, prompt: str = PROMPT, item_filter: str = "") -> gr.Block
             with gr.Row():
                 n = gr.Number(10, label="items (n)", precision=0)
                 width = gr.Number(10, label="width of the beam: wider is better and slower", precision=0)
-            answer(gr.Button("Rank", variant="primary"), ranked, [*asked, n, width])
+            with gr.Row():
+                sliders = [gr.Slider(-BOOST, BOOST, 0, step=0.25, label=f"boost by {name}") for name in boosted]
+            answer(gr.Button("Rank", variant="primary"), ranked, [*asked, n, width, *sliders])
         with gr.Tab("Path of an answer"):
             with gr.Row():
                 temperature = gr.Number(1.0, label="temperature")

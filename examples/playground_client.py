@@ -10,6 +10,7 @@ import math
 import urllib.error
 import urllib.request
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -61,6 +62,7 @@ class Ranked:
 
     text: str
     score: float
+    logprob: float  # the model's own: the score without boosts
     keys: list[int | str]
     attributes: dict[str, Any] = field(default_factory=dict)
 
@@ -137,6 +139,18 @@ class Index:
         texts = [self._tokenizer.decode([token]) for token in found.tolist()] if self._tokenizer else None
         return Allowed(len(found) + bool(ends), bool(ends), texts)
 
+    def spreads(self) -> dict[str, float]:
+        """The standard deviation of each attribute that is a number and differs among the items."""
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        table, found = self._items.attributes, dict[str, float]()
+        for name in table.column_names:
+            kind = table.column(name).type
+            if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind):
+                found[name] = pc.stddev(table.column(name).cast(pa.float64())).as_py() or 0.0
+        return {name: spread for name, spread in found.items() if spread > 0}
+
     def attributes(self, key: int | str) -> dict[str, Any]:
         import pyarrow as pa
         import pyarrow.compute as pc
@@ -164,13 +178,32 @@ class Server:
         return sets
 
     def ranked(self, prompt: str, choice: Choice, n: int, **options: Any) -> list[Ranked]:
-        """The best items, each with its score. options: width, exact, max_passes, renormalised,
-        without_end."""
+        """The best items, each with its score. options: width, exact, max_passes, boost, renormalised, without_end."""
         body = {"prompt": prompt, "use_beam_search": True, "n": n, **options}
         return [
-            Ranked(one["text"], one["item"]["score"], one["item"]["keys"], self._attributes(choice, one["item"]["key"]))
+            Ranked(
+                one["text"],
+                one["item"]["score"],
+                one["item"]["logprob"],
+                one["item"]["keys"],
+                self._attributes(choice, one["item"]["key"]),
+            )
             for one in self._completed(choice, body)
         ]
+
+    def boost(self, choice: Choice, weights: Mapping[str, float]) -> dict[str, Any]:
+        """The field for boosts in units of the attributes' spreads; none if all are 0.
+
+        Raises ServerError: an attribute that the index of the chosen set has not, or whose numbers are all alike.
+        """
+        asked = {name: weight for name, weight in weights.items() if weight}
+        if not asked:
+            return {}
+        index = self.indexes.get(choice.fields.get("item_set", ""))
+        spreads = index.spreads() if index else {}
+        if missing := [name for name in asked if name not in spreads]:
+            raise ServerError(f"this set has no {', '.join(missing)} to boost by: move the slider to 0")
+        return {"boost": {name: weight / spreads[name] for name, weight in asked.items()}}
 
     def path(self, prompt: str, choice: Choice, **sampling: Any) -> Path:
         """A sampled answer, and what the model makes of each of its tokens without the set: two requests."""

@@ -71,11 +71,13 @@ def ranked(found: Sequence[Ranked]) -> str:
     if not found:
         return page(note("The list is empty."))
     best, last = found[0].score, found[-1].score
+    boosted = any(one.score != one.logprob for one in found)
     rows = [
         (
             number(str(rank)),
             escape(one.text),
             number(f"{one.score:.2f}"),
+            *([number(f"{one.logprob:.2f}")] if boosted else []),
             f'<td style="width: 30%">{bar(0.04 + 0.96 * (one.score - last) / ((best - last) or 1))}</td>',
             escape(", ".join(map(str, one.keys))),
             escape(", ".join(f"{name}: {_value(value)}" for name, value in one.attributes.items())),
@@ -83,10 +85,11 @@ def ranked(found: Sequence[Ranked]) -> str:
         for rank, one in enumerate(found, 1)
     ]
     return page(
-        table(["", "item", "score", "", "keys", "attributes"], rows),
+        table(["", "item", "score", *["log-probability"] * boosted, "", "keys", "attributes"], rows),
         note(
             "A score is the sum of the model's log-probabilities of the item's tokens and its end, over the whole "
-            "vocabulary. The bars go from the last item's score to the best one's."
+            f"vocabulary{', and the boosts' if boosted else ''}. The bars go from the last item's score to the best "
+            "one's."
         ),
     )
 

@@ -54,6 +54,17 @@ def _check_ranked(server: Server, some: Choice) -> None:
     assert not {1, 4} & set(numbers)
     assert all(number % 3 == 1 and one.attributes == {"tag": 1} for number in numbers for one in found)
     assert page.ranked(found).count("tag: 1") == 5
+    every = Choice.of("tagged")
+    steered = server.ranked("p", every, 5, width=64, **server.boost(every, {"tag": 5.0}))
+    assert all(
+        any(int(str(key).split()[1]) % 3 == 2 for key in one.keys) for one in steered
+    )  # the largest tag of a key
+    assert all(one.score > one.logprob for one in steered)
+    assert "log-probability" in page.ranked(steered)
+    assert "log-probability" not in page.ranked(found)
+    assert server.boost(every, {"tag": 0}) == {}
+    with pytest.raises(ServerError, match="this set has no price to boost by"):
+        server.boost(every, {"price": 1.0})
 
 
 def _check_path(server: Server, some: Choice) -> None:

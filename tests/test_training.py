@@ -10,7 +10,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from distributions import fit
 from oracle import dict_trie
+from samples import SAMPLES
 from strategies import item_sets
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,8 +20,10 @@ from views import KINDS, made
 
 import itemset
 from itemset import ItemSetError
+from itemset.ranking.exact_sampling import Drawing
 from itemset.training import (
     LegalPolicy,
+    boosted_log_probs,
     legal_cross_entropy,
     legal_log_probs,
     legal_log_probs_of_hidden,
@@ -234,6 +238,29 @@ def test_cross_entropy_lies_between_the_set_s_own_and_the_ordinary_one() -> None
     for weight, expected in ((1.0, ordinary), (0.0, -log_q.sum() / (len(item) + 1))):
         found = legal_cross_entropy(logits, labels, items, stop_tokens=STOP, mass_weight=weight)
         torch.testing.assert_close(found, expected)
+
+
+def test_a_boosted_policy_is_what_boosted_draws_follow() -> None:
+    """Over all items of a set: the draws' frequencies, and the ratio of two policies from draws of one of them."""
+    built = itemset.build([[1], [2], [3], [4], [5]], keys=[10, 20, 30, 40, 50], attributes={"margin": [0, 1, 2, 0, 3]})
+    view = itemset.view(built, boost={"margin": 0.5}, boost_keys={40: -1.0})
+    boosts, items = view.boosts_of(built.items()), torch.tensor(built.items())[:, 0]
+    torch.manual_seed(0)
+    after = torch.randn(8, dtype=torch.float64)
+    old, new = (one.log_softmax(0)[items][None] for one in (torch.randn(8, dtype=torch.float64), after))
+    served = boosted_log_probs(old, boosts)
+    expected = old.exp() * torch.tensor([0, 0.5, 1, -1, 1.5], dtype=torch.float64).exp()
+    torch.testing.assert_close(served.exp(), expected / expected.sum())
+    drawing = Drawing(view, SAMPLES, end_token=None, seed=1)
+    while drawing.passes:
+        drawing.take([(np.zeros(0), old[0].numpy()) for _ in drawing.passes])
+    drawn = [built.items().index(list(one.tokens)) for one in drawing.result.items]
+    assert fit(np.bincount(drawn, minlength=5), served[0].exp().numpy()) > 1e-3
+    # docs/training.md: the boosts cancel, and what is left of the normalisers is the mean over the draws.
+    ratio, weights = boosted_log_probs(new, boosts) - served, served.exp()
+    torch.testing.assert_close(ratio.exp(), (new - old).exp() / ((new - old).exp() * weights).sum())
+    with pytest.raises(ItemSetError, match=r"boosts of shape \(4,\) for log-probabilities of \(1, 5\)"):
+        boosted_log_probs(new, boosts[:4])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -131,6 +131,21 @@ def legal_cross_entropy(
     return -total / max(len(legal.places), 1)
 
 
+def boosted_log_probs(log_probs: Tensor, boosts: Any) -> Tensor:
+    """Return the log-probabilities of a boosted policy among the candidates of each prompt: [P, K].
+
+    log_probs: [P, K], the model's of whole items, of which no prompt has one twice. boosts: [P, K], or [K] if all
+    prompts have the same candidates, as `ItemSet.boosts_of` of a steered view returns them. With all of a set's items
+    it is the distribution that draws with these boosts follow.
+    """
+    added = torch.as_tensor(boosts, dtype=log_probs.dtype, device=log_probs.device)
+    if added.shape not in (log_probs.shape, log_probs.shape[-1:]):
+        raise ItemSetError(
+            f"boosts of shape {tuple(added.shape)} for log-probabilities of {tuple(log_probs.shape)}: give one for each"
+        )
+    return (log_probs + added).log_softmax(-1)
+
+
 def _legal(ids: Tensor | LegalTokens, item_set: Sets, walked: Walked) -> LegalTokens:
     if isinstance(ids, LegalTokens):
         if item_set is not None or walked:

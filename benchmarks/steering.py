@@ -1,6 +1,6 @@
 """Boosts in the search, beside a list of the model's best that is re-ranked afterwards.
 
-python benchmarks/steering.py --items 1e6 --json docs/benchmarks/steering.json
+python benchmarks/steering.py --items 1e6 --prompts 12 --json docs/benchmarks/steering.json
 
 Semantic IDs of 4 codes of 256, and a model that has learnt a taste: a prefix has the mass of its items, up to a noise
 of its own, and 3 % of each step lie outside the set. Its logits come from an array, so that a list costs its search.
@@ -8,6 +8,9 @@ of its own, and 3 % of each step lie outside the set. Its logits come from an ar
 exact: of each boost and filter, whether the proven list of ten is that of exhaustive scoring, and what it took.
 recall: the share of the ten best by the sum that a list of ten has, mean of the prompts. "n re-ranked": the n best
 items of the model, exact, re-ranked by the sum. "beam of n": boosts in the search, by a beam of that width.
+orders: the same of beams in NumPy that are ordered by the bound (log p and the largest boost below), or by log p and
+a soft mean of the boosts below, which is no bound and would be a second number an edge. Its exponent is 3 over the
+boost's spread, so that it would serve all weights as well.
 potentials: making what the search reads, beside a filter of the same set.
 rounds: the search's own time of a list, without the model, with a boost and without, in turns; `--before` compares a
 list without boosts with another checkout's.
@@ -26,7 +29,7 @@ from runner import Report, Row, checkouts, isolated, ms_of, parser, whole
 
 CODES, LENGTH = 256, 4
 LEGAL, NOISE, SPREAD = 0.97, 0.3, (2.0, 1.5, 1.0, 0.7)
-RERANKED, BEAMS = (10, 64, 256, 1_000), (64, 256)
+RERANKED, BEAMS = (10, 64, 128, 256, 1_000), (64, 128, 256)
 
 
 class Model:
@@ -171,6 +174,44 @@ def recall(count: int, prompts: int) -> Iterator[Row]:
             yield {"boost": name, "weight": weight} | {way: float(np.mean(each)) for way, each in found.items()}
 
 
+def orders(count: int, prompts: int) -> Iterator[Row]:
+    ids, popularity = catalogue(count)
+    boosts, models = boosts_of(count, popularity), [Model(ids, popularity, 100 + prompt) for prompt in range(prompts)]
+    numbers = [(ids[:, :level] @ CODES ** np.arange(level)[::-1]) for level in range(LENGTH + 1)]
+    firsts = [np.flatnonzero(np.diff(one, prepend=-1)) for one in numbers]
+    sizes = [np.diff(first, append=len(ids)) for first in firsts]
+    for name, values in boosts.items():
+        for weight in WEIGHTS.get(name, (2,)):
+            added, sharp = weight * values, 3 / (weight * values.std())
+            most = [np.maximum.reduceat(added, first) for first in firsts]
+            soft = list[NDArray[np.float64]]()
+            for first, size, top in zip(firsts, sizes, most, strict=True):
+                shares = np.add.reduceat(np.exp(sharp * (added - np.repeat(top, size))), first) / size
+                soft.append(top + np.log(shares) / sharp)
+            ways, found = {"bound": most, "soft mean": soft}, dict[str, list[float]]()
+            for model in models:
+                best = np.argpartition(-(model.logs + added), 9)[:10]
+                for width in (64, 128, 256):
+                    for way, order in ways.items():
+                        items = beam(model, order, width)
+                        found.setdefault(f"{way}, {width}", []).append(len(np.intersect1d(items, best)) / 10)
+            yield {"boost": name, "weight": weight} | {way: float(np.mean(each)) for way, each in found.items()}
+
+
+def beam(model: Model, order: list[NDArray[np.float64]], width: int) -> NDArray[np.int64]:
+    """The numbers of ten items. order: of each level, what is added to log p to choose among its prefixes."""
+    rows, logs = np.zeros(1, np.int64), np.zeros(1)
+    for level in range(LENGTH):
+        begin = model.prefixes[level][rows] * CODES
+        first, end = (np.searchsorted(model.prefixes[level + 1], edge) for edge in (begin, begin + CODES))
+        children = np.concatenate([np.arange(*pair) for pair in zip(first, end, strict=True)])
+        reached = np.repeat(logs, end - first) + model.steps[level + 1][children]
+        scores = reached + order[level + 1][children]
+        best = np.argsort(-scores)[: width if level + 1 < LENGTH else 10]
+        rows, logs = children[best], reached[best]
+    return rows
+
+
 def potentials(count: int, prompts: int) -> Iterator[Row]:
     import itemset
 
@@ -215,7 +256,7 @@ def rounds(count: int, prompts: int) -> Iterator[Row]:
             yield {"width": width, "list": name, "ms": min(each), "/ no boost": min(each) / min(times["no boost"])}
 
 
-PARTS = {"exact": exact, "recall": recall, "potentials": potentials, "rounds": rounds}
+PARTS = {"exact": exact, "recall": recall, "orders": orders, "potentials": potentials, "rounds": rounds}
 
 
 def measure(part: str, count: int, prompts: int) -> list[Row]:
@@ -225,7 +266,7 @@ def measure(part: str, count: int, prompts: int) -> list[Row]:
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--items", type=whole, default=1_000_000)
-    options.add_argument("--prompts", type=int, default=5)
+    options.add_argument("--prompts", type=int, default=12)
     options.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     arguments = options.parse_args()
     report = Report(arguments)

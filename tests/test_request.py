@@ -171,20 +171,22 @@ def test_sampling_parameters_that_samplers_hold():
 
 
 @pytest.mark.parametrize(
-    ("given", "items", "most", "beams"),
+    ("given", "items", "most", "beams", "steered"),
     [
-        ({}, 10_000, 1_000, 64),
-        ({}, 40, 1_000, 40),
-        ({}, 5, 1_000, 10),
-        ({}, 10_000, 32, 32),
-        ({"n": 100}, 10_000, 1_000, 100),
-        ({"width": 12}, 10_000, 1_000, 12),
-        ({"exact": True}, 10_000, 1_000, 10),
-        ({"max_passes": 40}, 10_000, 1_000, 10),
+        ({}, 10_000, 1_000, 64, 128),
+        ({}, 40, 1_000, 40, 40),
+        ({}, 5, 1_000, 10, 10),
+        ({}, 10_000, 32, 32, 32),
+        ({"n": 100}, 10_000, 1_000, 100, 128),
+        ({"width": 12}, 10_000, 1_000, 12, 12),
+        ({"exact": True}, 10_000, 1_000, 10, 10),
+        ({"max_passes": 40}, 10_000, 1_000, 10, 10),
     ],
 )
-def test_a_list_has_64_beams_unless_it_says_otherwise(given, items, most, beams):
-    assert ListOptions(**({"n": 10} | given)).with_beams(items, most).beam == beams
+def test_a_list_has_64_beams_and_with_boosts_128_unless_it_says_otherwise(given, items, most, beams, steered):
+    options = ListOptions(**({"n": 10} | given))
+    assert options.with_beams(items, most, False).beam == beams
+    assert options.with_beams(items, most, True).beam == steered
 
 
 @pytest.mark.parametrize(
@@ -201,7 +203,7 @@ def test_a_list_has_64_beams_unless_it_says_otherwise(given, items, most, beams)
     ],
 )
 def test_of_a_list_of_engine_an_engine_makes_a_longer_one(n, width, items, most, listed):
-    plain = ListOptions(n, width=width).with_beams(items, most)
-    options = ListOptions(n, width=width, at_most={"a": 1}).with_beams(items, most).of_engine(items, most)
+    plain = ListOptions(n, width=width).with_beams(items, most, False)
+    options = ListOptions(n, width=width, at_most={"a": 1}).with_beams(items, most, False).of_engine(items, most)
     assert (options.n, options.beam) == listed
     assert plain.of_engine(items, most) == plain

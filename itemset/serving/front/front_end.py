@@ -176,7 +176,7 @@ class FrontEndBase:
         listed = options
         if isinstance(options, ListOptions):
             most = min(self.config.ranked_list_limit, self.one_request.usual_beams(made.reference))
-            options = options.with_beams(len(made.item_set), most)
+            options = options.with_beams(len(made.item_set), most, made.item_set.is_steered)
             listed = options.of_engine(len(made.item_set), most)
             if self.drafting is not None and not options.explore:  # draws are by the model
                 placeholders = self.drafting(made, listed)

@@ -206,11 +206,14 @@ class ListOptions(_Options, frozen=True):
             message = f"width={last:,} finds no {self.n:,} items: set it to at least {self.n:,}"
             raise RefusedError("beam search", message, "width")
 
-    def with_beams(self, items: int, most: int) -> Self:
-        """Give a list of a set with this many items the beams that it has unless it says otherwise, at most `most`."""
+    def with_beams(self, items: int, most: int, steered: bool) -> Self:
+        """Give a list of a set with this many items the beams that it has unless it says otherwise, at most `most`.
+
+        steered: by boosts, which take twice the beams to find as much (docs/steering.md, "Which width?").
+        """
         if self.width is not None or self.exact or self.max_passes is not None:
             return self
-        return msgspec.structs.replace(self, width=max(self.n, min(USUAL_BEAMS, items, most)))
+        return msgspec.structs.replace(self, width=max(self.n, min(USUAL_BEAMS << steered, items, most)))
 
     def of_engine(self, items: int, most: int) -> Self:
         """Return the options of the list that an engine makes: a longer one, out of which `at_most` chooses, or a

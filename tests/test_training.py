@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from distributions import fit
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from distributions import fit
 from oracle import dict_trie
 from samples import SAMPLES
 from strategies import item_sets

@@ -10,6 +10,6 @@ from itemset.training.losses import (
 )
 
 __all__ = [
-    "LegalPolicy", "LegalTokens", "boosted_log_probs", "legal_cross_entropy", "legal_log_probs", "legal_log_probs_of_hidden",
-    "legal_tokens",
+    "LegalPolicy", "LegalTokens", "boosted_log_probs", "legal_cross_entropy", "legal_log_probs",
+    "legal_log_probs_of_hidden", "legal_tokens",
 ]  # fmt: skip

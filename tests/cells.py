@@ -138,7 +138,7 @@ CELLS = [
         Cell("endpoints", SET | {"item_filter": {"place": {"$gte": 12}}}, one_of(LATE)),
     ),
     *table(
-        "serving: Some of the items",
+        "filters: Some of the items",
         Cell("`item_filter: {...}`", SET | {"item_filter": {"place": {"$gte": 12}}}, one_of(LATE)),
         Cell("`exclude_keys: [...]`", SET | {"exclude_keys": KEYS[:17]}, one_of(TITLES[17:])),
         Cell("`only_keys: [...]`", SET | {"only_keys": KEYS[:2]}, one_of(TITLES[:2])),
@@ -185,7 +185,7 @@ CELLS = [
         Cell("beam search", LIST, ranked(4), OPENAI),
     ),
     *table(
-        "serving: Ranked lists",
+        "ranked_lists: Ranked lists",
         Cell("over HTTP", LIST, ranked(4), OPENAI),
         Cell("over HTTP", INLINE | {"use_beam_search": True, "n": 4}, ranked(3, among=COLOURS), OPENAI),
         Cell("offline", LIST, ranked(4), "offline", "vllm"),
@@ -217,7 +217,7 @@ CELLS = [
         ),
     ),
     *table(
-        "serving: After a thought",
+        "ranked_lists: After a thought",
         *(
             Cell(row, SET | THINK | more, listed(items, count), f"{OPENAI} stream", options=SAYS_STATION | options)
             for row, more, options, items, count in (
@@ -298,9 +298,9 @@ ELSEWHERE = {
         ("reasoning parsers", "test_vllm_device::test_the_set_begins_behind_the_reasoning"),
         ("reasoning parsers", "test_sglang_device::test_the_set_begins_behind_the_reasoning"),
     ),
-    "serving: Some of the items": (),
-    "serving: Ranked lists": (("the answer", "cell_checks::ranked"),),
-    "serving: After a thought": (("`list_after: true`", "test_vllm_thoughts::test_thoughts_over_http"),),
+    "filters: Some of the items": (),
+    "ranked_lists: Ranked lists": (("the answer", "cell_checks::ranked"),),
+    "ranked_lists: After a thought": (("`list_after: true`", "test_vllm_thoughts::test_thoughts_over_http"),),
     "inside: Slates": (),
     "inside: What an answer says": (
         *((row, "inside_cases::check_json") for row in ("`path`", "`text`", "`set`", "`key`, `keys`")),

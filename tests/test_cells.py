@@ -19,7 +19,6 @@ def rows(section: str) -> Iterator[str]:
     page, _, title = section.partition(": ")
     text = (TESTS.parent / "docs" / f"{page}.md").read_text()
     _, *parts = re.split(r"^#+ (.*)$", text, flags=re.MULTILINE)
-    parts[0] = ""  # what comes before the first section
     lines = dict(zip(parts[::2], parts[1::2], strict=True))[title].splitlines()
     for line, after in zip(lines, [*lines[1:], ""], strict=True):
         if line.startswith("| ") and not after.startswith("|--"):

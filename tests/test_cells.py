@@ -19,7 +19,8 @@ def rows(section: str) -> Iterator[str]:
     page, _, title = section.partition(": ")
     text = (TESTS.parent / "docs" / f"{page}.md").read_text()
     _, *parts = re.split(r"^#+ (.*)$", text, flags=re.MULTILINE)
-    lines = dict(zip(parts[::2], parts[1::2], strict=True))[title].splitlines()
+    texts = dict(zip(parts[::2], parts[1::2], strict=True)) | {"": parts[1]}  # what comes before the first section
+    lines = texts[title].splitlines()
     for line, after in zip(lines, [*lines[1:], ""], strict=True):
         if line.startswith("| ") and not after.startswith("|--"):
             yield line.split("|")[1].strip()

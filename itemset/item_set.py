@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from itemset.errors import AGAIN, ItemSetError
+from itemset.errors import ItemSetError
 from itemset.text import Escape, Lossy, TokenizerId, encode, encode_pieces, fingerprint, identify
 from itemset.trie import attributes as attribute_columns
 from itemset.trie import file as index_file
@@ -202,8 +202,8 @@ class ItemSet:
         """Return the boost of each item [N], 0 without one. items: as for `lookup`."""
         return potential.boosts_of(self.trie.tables, self.whole.trie.tables, self._numbered(items))
 
-    def _numbered(self, items: Any) -> NDArray[np.int64]:
-        """Return the number of each item. items: as for `lookup`."""
+    def _numbered(self, items: Any, texts: Sequence[str] | None = None) -> NDArray[np.int64]:
+        """Return the number of each item. items: as for `lookup`. texts: what errors call them."""
         items = items if hasattr(items, "__len__") else list(items)
         if not len(items):
             return np.zeros(0, np.int64)
@@ -211,6 +211,8 @@ class ItemSet:
         numbers = self._numbers_of(rows)
         if (numbers < 0).any():
             i = int(numbers.argmin())
+            if texts is not None:
+                raise ItemSetError(f"the text {texts[i]!r:.60} (number {i} of those asked) is no item of the set")
             item = rows.tokens[rows.offsets[i] : rows.offsets[i + 1]].tolist()
             raise ItemSetError(f"the tokens {item} (number {i} of those asked) are no item of the set")
         return numbers
@@ -229,12 +231,7 @@ class ItemSet:
 
         Raises ItemSetError: another tokenizer, a text that `text.encode` refuses, or the first that is no item.
         """
-        rows = self._encode(texts, tokenizer)
-        numbers = self._numbers_of(rows)
-        if (numbers < 0).any():
-            i = int(numbers.argmin())
-            raise ItemSetError(f"the text {texts[i]!r:.60} (number {i} of those asked) is no item of the set")
-        return self._keys.first(numbers)
+        return self._keys.first(self._numbered(self._encode(texts, tokenizer), texts))
 
     def _encode(self, texts: Iterable[str], tokenizer: Any) -> Rows:
         self.check_tokenizer(tokenizer)
@@ -322,15 +319,15 @@ class ItemSet:
         total = len(gone) - int(np.count_nonzero(gone)) + added
         if not 0 < total <= MAX_ITEMS:
             raise ItemSetError(f"{total:,} items would be left: a set has 1 to {MAX_ITEMS:,}")
-        return self._rebuilt(~gone, given, values, columns, self._origin)
+        distinct = merged(self.trie, self.key_starts, ~gone, given)
+        return built(distinct, pa.concat_arrays(values), columns, self._origin)
 
     def respelt(self, numbers: NDArray[np.int64], items: Rows, escape: Escape | None) -> "ItemSet":
         """Return a new set in which the items with these numbers have other tokens, with their keys and attributes.
 
-        items: of each number, the tokens. escape: how all items then stand inside a longer text. Raises ItemSetError.
+        Not of a view. items: of each number, the tokens. escape: how all items then stand inside a longer text. Raises
+        ItemSetError.
         """
-        if self.base is not None:
-            raise ItemSetError("a view cannot be spelt anew: spell its set anew, and make the view again")
         places, starts = in_item_order(numbers, self.key_starts)
         stays = np.ones(len(self.keys), np.bool_)
         stays[places] = False
@@ -339,21 +336,9 @@ class ItemSet:
             given = given.take(np.repeat(np.arange(len(given)), np.diff(starts)))
         at = pa.array(places)
         columns = attribute_columns.appended(self.attributes, None, 0)  # texts, and not the numbers that are stored
-        columns = pa.concat_tables([columns, columns.take(at)])
-        return self._rebuilt(
-            stays, given, [self.keys, self.keys.take(at)], columns, self._origin._replace(escape=escape)
-        )
-
-    def _rebuilt(
-        self, stays: NDArray[np.bool_], given: Rows | None, keys: list[pa.Array], columns: pa.Table, origin: Origin
-    ) -> "ItemSet":
-        """Return the set of the keys that stay, and after them those of given items, one each. keys, columns: of all
-        that there were, and then of these."""
-        try:
-            distinct = merged(self.trie, self.key_starts, stays, given)
-        except ValueError as error:
-            raise ItemSetError(f"the index is corrupted, {error}: {AGAIN}") from error
-        return built(distinct, pa.concat_arrays(keys), columns, origin)
+        columns, keys = pa.concat_tables([columns, columns.take(at)]), pa.concat_arrays([self.keys, self.keys.take(at)])
+        distinct = merged(self.trie, self.key_starts, stays, given)
+        return built(distinct, keys, columns, self._origin._replace(escape=escape))
 
     def _arrays(self) -> dict[str, NDArray[Any]]:
         attributes = {} if self._attributes is None else {"attributes": self._attributes}

@@ -3,6 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from itemset.errors import AGAIN, ItemSetError
 from itemset.trie.numbering import terminals_before
 from itemset.trie.pointers import compiled, element, first_edge, label, put_element
 from itemset.trie.rows import Distinct, Rows, as_rows, sort_order
@@ -19,7 +20,7 @@ def merged(trie: Trie, key_starts: NDArray[np.uint32] | None, stays: NDArray[np.
     """Return, as `sort_unique` does, the items with a key that stays and the new rows; `order` has the keys' places.
 
     key_starts, stays: [keys], of the set's keys; the places of the new rows' keys come after these.
-    Raises ValueError if the tables are not those of a trie: of a damaged file.
+    Raises ItemSetError if the tables are not those of a trie: of a damaged file.
     """
     order = NONE if new is None else sort_order(new)
     more = Rows(NONE, np.zeros(1, np.int64)) if new is None else new.take(order)
@@ -38,7 +39,7 @@ def merged(trie: Trie, key_starts: NDArray[np.uint32] | None, stays: NDArray[np.
     at = *(array.ctypes.data for array in texts), tokens.itemsize, len(tokens)
     rows, keys = _merge(trie.tables.pointers, *given, *at, offsets, lcp, places, starts)
     if rows < 0:
-        raise ValueError("its tables are no trie")
+        raise ItemSetError(f"the index is corrupted, its tables are no trie: {AGAIN}")
     end = rows * width if width else offsets[rows]
     distinct = as_rows(Rows(tokens[:end], None if width else offsets[: rows + 1], width=width))
     return Distinct(distinct, places[:keys], None if rows == keys else starts[: rows + 1], lcp[: rows + 1])

@@ -28,7 +28,7 @@ from msgspec.structs import replace
 from itemset.errors import ItemSetError, ItemSetWarning
 from itemset.item_set import ItemSet
 from itemset.opening import load, verify
-from itemset.storage import PathLike, incomplete, locked
+from itemset.storage import PathLike, incomplete, locked, write_whole
 from itemset.trie import file as index_file
 
 KEEP = 5  # versions that a folder keeps by default
@@ -84,7 +84,7 @@ def publish(
     if keep < 1:
         raise ItemSetError(f"{keep} versions cannot be kept: keep 1 or more")
     name = index_file.version(index, checked=False)  # before anything is made: many bad files end here
-    with _publishing(folder, make=True):
+    with _publishing(folder):
         before = _versions(folder)
         if not _sound(file_of(folder, name), name):
             name = _copy(index, folder, progress)
@@ -116,7 +116,7 @@ def rollback(folder: PathLike, version: str | None = None) -> Version:
     """
     folder = Path(folder)
     versions(folder)  # a folder without a set stays as it is
-    with _publishing(folder, make=False):
+    with _publishing(folder):
         before = versions(folder)
         chosen = _chosen(folder, before, version)
         if not _sound(chosen.path, chosen.name):
@@ -272,13 +272,8 @@ def _copy(index: PathLike, folder: Path, progress: Callable[[int, int], object])
 
 def _point(folder: Path, after: Sequence[Version]) -> None:
     pointer = _Pointer(FORMAT, [replace(version, folder=_NO_FOLDER) for version in after])
-    temporary = folder / f"{POINTER}.new"
-    with incomplete(temporary, 0o666) as descriptor:
-        with open(descriptor, "wb", closefd=False) as file:
-            file.write(msgspec.json.format(msgspec.json.encode(pointer)) + b"\n")
-        os.fsync(descriptor)
-        temporary.replace(folder / POINTER)
-    os.close(descriptor)
+    content = msgspec.json.format(msgspec.json.encode(pointer)) + b"\n"
+    write_whole(folder / POINTER, folder / f"{POINTER}.new", 0o666, [content])
     _sync(folder)
 
 
@@ -295,10 +290,10 @@ def _sync(folder: Path) -> None:
 
 
 @contextmanager
-def _publishing(folder: Path, *, make: bool) -> Iterator[None]:
-    """Lock the folder against other publishers. What the system refuses becomes an ItemSetError."""
+def _publishing(folder: Path) -> Iterator[None]:
+    """Lock the folder, made if missing, against other publishers. What the system refuses becomes an ItemSetError."""
     try:
-        if make and not folder.is_dir():
+        if not folder.is_dir():
             made = [folder, *(one for one in folder.parents if not one.exists())]
             folder.mkdir(parents=True, exist_ok=True)
             for one in made:

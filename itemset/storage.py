@@ -11,7 +11,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -146,6 +146,16 @@ def incomplete(path: Path, mode: int) -> Iterator[int]:
         os.close(descriptor)
         path.unlink(missing_ok=True)
         raise
+
+
+def write_whole(path: Path, temporary: Path, mode: int, pieces: Iterable["Buffer"]) -> None:
+    """Write a file under a temporary name, and give it its own once it is on the disk. Raises OSError."""
+    with incomplete(temporary, mode) as descriptor:
+        with open(descriptor, "wb", closefd=False) as file:
+            file.writelines(pieces)
+        os.fsync(descriptor)
+        temporary.replace(path)
+    os.close(descriptor)
 
 
 @contextmanager

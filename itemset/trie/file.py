@@ -18,11 +18,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from itemset.errors import AGAIN, ItemSetError
-from itemset.storage import fetch, fetched, file_at, incomplete, is_uri
+from itemset.storage import PathLike, fetch, fetched, file_at, is_uri, write_whole
 from itemset.text import Escape, TokenizerId
 
 FORMAT = 1
@@ -65,8 +66,6 @@ class Header:
 
 
 def _encode(header: Header, arrays: dict[str, NDArray[Any]]) -> Iterator[bytes | memoryview]:
-    import msgspec
-
     parts = {name: np.ascontiguousarray(array).view(np.uint8).data for name, array in arrays.items()}
     sections, size = [], 0
     for name, array in arrays.items():
@@ -92,23 +91,16 @@ def to_bytes(header: Header, arrays: dict[str, NDArray[Any]]) -> bytes:
     return b"".join(_encode(header, arrays))
 
 
-def write(path: str | os.PathLike[str], header: Header, arrays: dict[str, NDArray[Any]]) -> None:
+def write(path: PathLike, header: Header, arrays: dict[str, NDArray[Any]]) -> None:
     """Write a file as a whole or not at all. Raises ItemSetError if the folder is missing or not writable."""
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with incomplete(temporary, 0o644) as descriptor:
-            with open(descriptor, "wb", closefd=False) as file:
-                for piece in _encode(header, arrays):
-                    file.write(piece)
-            os.fsync(descriptor)
-            temporary.replace(path)
-        os.close(descriptor)
+        write_whole(path, path.with_name(f".{path.name}.tmp"), 0o644, _encode(header, arrays))
     except OSError as error:
         raise ItemSetError(f"cannot write {path}: {error.strerror}: choose a folder you can write to") from error
 
 
-def open_file(path: str | os.PathLike[str]) -> BinaryIO:
+def open_file(path: PathLike) -> BinaryIO:
     """Open an index file; of a URI, a nameless copy. Raises ItemSetError: missing, no plain file, or not readable."""
     if is_uri(path):
         return fetched(path)
@@ -125,7 +117,7 @@ def open_file(path: str | os.PathLike[str]) -> BinaryIO:
         raise ItemSetError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def copy_into(path: str | os.PathLike[str], target: int) -> None:
+def copy_into(path: PathLike, target: int) -> None:
     """Copy an index file's bytes to the file of the descriptor `target`, which shares their blocks where it can.
 
     Raises ItemSetError as `open_file` does, and OSError if the copy cannot be written.
@@ -144,7 +136,7 @@ def copy_into(path: str | os.PathLike[str], target: int) -> None:
             file.write(piece)
 
 
-def read(path: str | os.PathLike[str], name: str = "") -> tuple[Header, dict[str, NDArray[Any]]]:
+def read(path: PathLike, name: str = "") -> tuple[Header, dict[str, NDArray[Any]]]:
     """Map the file into memory. name: for errors; its path by default. Raises as `open_file` and `parse` do."""
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -152,7 +144,7 @@ def read(path: str | os.PathLike[str], name: str = "") -> tuple[Header, dict[str
     return parse(buffer, name or str(path))
 
 
-def version(path: str | os.PathLike[str], name: str = "", *, checked: bool = True) -> str:
+def version(path: PathLike, name: str = "", *, checked: bool = True) -> str:
     """Check the file, and return the hash, in hex, of its prelude and header, which hold the checksums of all else.
 
     checked: else only the header is. Of a file under a URI, nothing else is fetched then.
@@ -208,8 +200,6 @@ def _header_size(prelude: bytes) -> int:
 
 def _parse_header(start: bytes, length: int, name: str) -> Header:
     """Return the header of a file of `length` bytes. start: its prelude and header."""
-    import msgspec
-
     if start[: len(MAGIC)] != MAGIC[: len(start)] or not start:
         raise ItemSetError(f"{name} is not an item-set index: give a file that `itemset build` wrote")
     if len(start) < _PRELUDE.size:

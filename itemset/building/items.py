@@ -1,6 +1,5 @@
 """Some consecutive items of a file, with keys and attributes, and how they become token ids."""
 
-import os
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,7 +42,7 @@ class Encoding:
         """Return the number that token ids stay below: the tokenizer's if none is given, None if there is neither."""
         return len(self.tokenizer) if self.vocab_size is None and self.tokenizer is not None else self.vocab_size
 
-    def check(self, path: str | os.PathLike[str], *, texts: bool) -> None:
+    def check(self, path: object, *, texts: bool) -> None:
         """Raise ItemSetError for an option that does not go with what the file holds, texts or token ids."""
         if not texts and self.prefix:
             raise ItemSetError(f"{path} holds token ids: the prefix is for texts, omit it (--prefix)")

@@ -28,7 +28,7 @@ _LOCK = "lock"
 
 
 @contextmanager
-def scratch_folder(output: str | os.PathLike[str]) -> Iterator[Path]:
+def scratch_folder(output: PathLike) -> Iterator[Path]:
     """Make a folder beside the file `output`, for what is needed until that file is written.
 
     A file in it is locked while this process lives. Folders of killed builds are removed. Raises OSError if it fails.
@@ -72,10 +72,7 @@ class Zeros:
             return np.zeros(count, dtype)
         with nameless_file(self._folder) as file:
             # A disk that is full is an error here; when a page is written it would end the process.
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(file.fileno(), 0, size)
-            else:
-                file.truncate(size)
+            os.posix_fallocate(file.fileno(), 0, size)
             return np.asarray(np.memmap(file, dtype, "r+", shape=(count,)))
 
 

@@ -83,13 +83,9 @@ def _store(bits: int) -> Any:
     return intrinsic(lambda _typing, address, index, value: (kind, generate))
 
 
-_Load = Callable[[Any, Any], Any]
-load8: _Load = _load(8)
-load16: _Load = _load(16)
-load32: _Load = _load(32)
-load64: _Load = _load(64)
+load8, load16, load32, load64 = map(_load, (8, 16, 32, 64))
+store16, store32, store64 = map(_store, (16, 32, 64))
 """Element `index` of an array of such words at an address, as an integer of 64 bits; and stores of its lowest bits."""
-store16, store32, store64 = _store(16), _store(32), _store(64)
 
 
 @intrinsic

@@ -60,9 +60,8 @@ class Tables:
     pointers: Pointers = field(init=False, repr=False)  # where the arrays lie, for compiled code
 
     def __post_init__(self) -> None:
-        place = {name: getattr(self, name).__array_interface__["data"][0] for name in (*SECTIONS, *OF_VIEWS)}
-        for name in ("alive", "potential"):
-            place[name] = place[name] if len(getattr(self, name)) else 0
+        arrays = {name: getattr(self, name) for name in (*SECTIONS, *OF_VIEWS)}
+        place = {name: one.__array_interface__["data"][0] if len(one) else 0 for name, one in arrays.items()}
         pointers = Pointers(
             **place, nodes=len(self.row_offsets) - 1, edges=len(self.labels), level_words=len(self.tail_base),
             tail_words=len(self.tails), dead_count=len(self.dead), boosted_count=len(self.boosted) // 2,

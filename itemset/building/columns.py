@@ -2,7 +2,7 @@
 
 import ast
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -10,19 +10,18 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from itemset.building.dialects import SUFFIXES as DELIMITED
-from itemset.building.dialects import Dialect, dialect_of, is_table
+from itemset.building.dialects import DELIMITED, JSON, Dialect, dialect_of, is_table
 from itemset.building.items import Items
 from itemset.building.judged import ALL, DATES, KEYS, Judged, attribute_kind, converted, value_kind
 from itemset.building.readers import Batch, columns_of, read_delimited, read_json, read_npz, read_parquet
-from itemset.building.streams import encoding_of, format_of, guarded
+from itemset.building.streams import format_of, guarded
 from itemset.errors import Faults, ItemSetError
 from itemset.storage import SourceFile
 from itemset.trie.attributes import as_attributes, is_list, is_text
 from itemset.trie.rows import Rows
 
 READERS: dict[str, Callable[[SourceFile, Dialect, Sequence[str], Faults], Iterator[Batch]]] = {
-    **dict.fromkeys(DELIMITED, read_delimited), **dict.fromkeys((".jsonl", ".ndjson", ".json"), read_json),
+    **dict.fromkeys(DELIMITED, read_delimited), **dict.fromkeys(JSON, read_json),
     ".parquet": read_parquet, ".npz": read_npz,
 }  # fmt: skip
 
@@ -30,25 +29,16 @@ READERS: dict[str, Callable[[SourceFile, Dialect, Sequence[str], Faults], Iterat
 def is_tabular(file: SourceFile, dialect: Dialect) -> bool:
     """Return whether a file has columns, else items alone."""
     with guarded(file):
-        return format_of(file) in READERS or (format_of(file) == ".txt" and is_table(file, dialect))
+        return format_of(file) in READERS or is_table(file, dialect)
 
 
 def names_in(file: SourceFile, dialect: Dialect, wanted: Sequence[str] = ()) -> tuple[list[str], Dialect]:
     """Return the names of a file's columns, none if it has items alone, and its dialect. Raises as `read` does."""
     with guarded(file):
-        dialect = _dialect_in(file, dialect, wanted)
+        dialect = dialect_of(file, dialect, wanted)
         if not dialect.names and format_of(file) not in READERS:
             return [], dialect
         return list(dialect.names) or list(columns_of(file, dialect)), dialect
-
-
-def _dialect_in(file: SourceFile, dialect: Dialect, wanted: Sequence[str]) -> Dialect:
-    """Return a file's dialect. Of JSON only the encoding is judged: its columns are in the whole document."""
-    if is_table(file, dialect):
-        return dialect_of(file, dialect, wanted)
-    if format_of(file) not in READERS or format_of(file) in (".parquet", ".npz"):
-        return dialect
-    return replace(dialect, encoding=encoding_of(file, dialect.encoding))
 
 
 @dataclass
@@ -77,12 +67,16 @@ class Table:
         faults, there, wanted = Faults(), dict[str, dict[str, Any]](), self.names
         for file in files:
             with guarded(file):
-                self.dialects[file.name] = dialect = _dialect_in(file, given, wanted)
+                self.dialects[file.name] = dialect = dialect_of(file, given, wanted)
                 there[file.name] = columns_of(file, dialect)
                 names = list(dialect.names) or list(there[file.name])
                 for name in (self.column, self.key):
                     _check_column(file, name, names)
-                self.column = self.column or _only_column(file, names, self.key, self.attributes)
+                rest = [name for name in names if name != self.key and name not in self.attributes]
+                if not self.column and len(rest) != 1:
+                    said = "say which one holds the items with --column (in Python: column=)"
+                    raise ItemSetError(f"{file} has the columns {', '.join(map(repr, names))}: {said}")
+                self.column = self.column or rest[0]
         text = bool(self.dialects[files[0].name].names)
         if text or format_of(files[0]) in (".parquet", ".npz"):  # else every row may lack an attribute
             named = list(dict.fromkeys(name for one in there.values() for name in one))
@@ -196,16 +190,6 @@ def _check_column(file: SourceFile, name: str | None, names: Sequence[str]) -> N
         raise ItemSetError(f"{file} has no column {name!r}, it has {', '.join(map(repr, names))}")
     if name is not None and names.count(name) > 1:
         raise ItemSetError(f"{file} has more than one column {name!r}: rename one")
-
-
-def _only_column(file: SourceFile, names: Sequence[str], key: str | None, attributes: Sequence[str]) -> str:
-    rest = [name for name in names if name != key and name not in attributes]
-    if len(rest) != 1:
-        there = ", ".join(map(repr, names))
-        raise ItemSetError(
-            f"{file} has the columns {there}: say which one holds the items with --column (in Python: column=)"
-        )
-    return rest[0]
 
 
 def _check_present(file: SourceFile, name: str | None, column: Any, before: int, faults: Faults) -> bool:

@@ -13,7 +13,8 @@ from itemset.building.streams import encoding_of, format_of, text_of
 from itemset.errors import ItemSetError
 from itemset.storage import SourceFile
 
-SUFFIXES = (".csv", ".tsv", ".item", ".dat")
+DELIMITED = (".csv", ".tsv", ".item", ".dat")
+JSON = (".jsonl", ".ndjson", ".json")
 _TOKENS = re.compile(r"(<[^<>\s]+>)+")
 _DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars", "::": "double colons"}
 _SAMPLE = 1 << 18  # characters that a delimiter and a header are judged by, at least a line
@@ -84,7 +85,7 @@ JUDGED = Dialect()  # of which nothing is given: all is judged
 def is_table(source: SourceFile, given: Dialect = JUDGED) -> bool:
     """Return whether a file is delimited text: by its suffix, or a .txt of which every first line has as many tabs."""
     if format_of(source) != ".txt":
-        return format_of(source) in SUFFIXES
+        return format_of(source) in DELIMITED
     with text_of(source, encoding_of(source, given.encoding)) as (text, _):
         lines = text.read(_SAMPLE).splitlines()
     tabs = {line.rstrip("\r").count("\t") for line in lines[: -1 if len(lines) > 1 else None] if line.strip()}
@@ -92,10 +93,13 @@ def is_table(source: SourceFile, given: Dialect = JUDGED) -> bool:
 
 
 def dialect_of(source: SourceFile, given: Dialect, wanted: Sequence[str] = ()) -> Dialect:
-    """Return how a file is written, as it is given, else as its first lines say. wanted: columns that a person named.
+    """Return how a file is written, as it is given, else as its first lines say; of JSON, only its encoding.
 
-    Raises ItemSetError if two readings are as good: two delimiters, or a first line that may be a header or a row.
+    wanted: columns that a person named. Raises ItemSetError if two readings are as good: two delimiters, or a first
+    line that may be a header or a row.
     """
+    if not is_table(source, given):
+        return replace(given, encoding=encoding_of(source, given.encoding)) if format_of(source) in JSON else given
     encoding = encoding_of(source, given.encoding)
     with text_of(source, encoding) as (text, _):
         sample = text.read(_SAMPLE)

@@ -26,12 +26,11 @@ from transformers import PreTrainedTokenizerFast
 
 import itemset
 from itemset import ItemSetError, build_external, cli, published
-from itemset.building import external, progress, readers, scratch, sources
+from itemset.building import external, progress, readers, sources
 from itemset.building.external import available_memory
 from itemset.building.progress import build_bar
 from itemset.building.scratch import Zeros, scratch_folder
 from itemset.cli import options
-from itemset.storage import files_at
 from itemset.trie import attributes
 
 VOCAB = 70
@@ -282,10 +281,11 @@ def test_a_source_that_changes_between_two_reads_is_named(tmp_path: Path) -> Non
         np.save(path, np.arange(600, dtype=np.uint16).reshape(200, 3))
         changed.clear()
         assert "a.npy was changed while it was read" in refusal(path, progress=partial(change, rows))
-    assert scratch.can_read_twice(files_at(path))
     lines = tmp_path / "a.jsonl"
-    lines.write_text("[]")
-    assert not scratch.can_read_twice(files_at(lines))  # a copy is stored of what needs parsing
+    lines.write_text('{"t": [1, 2]}\n')
+    made = build_external(lines, column="t", progress=lambda stage, share: stage == "sorting" and lines.write_text("?"))
+    assert made.items() == [[1, 2]]  # a copy is stored of what needs parsing
+    assert lines.read_text() == "?"
 
 
 def test_tables_have_the_memory_that_is_allowed_and_files_for_the_rest(tmp_path: Path, monkeypatch: Any) -> None:

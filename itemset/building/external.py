@@ -21,10 +21,8 @@ from numpy.typing import NDArray
 from itemset.building import sources
 from itemset.building.dialects import Dialect
 from itemset.building.items import Encoding, Items
-
-from itemset.building.scratch import (  # isort: skip
-    ROW, ArraySpool, Batch, Spool, Stored, Zeros, can_read_twice, nameless_file, scratch_folder,
-)  # fmt: skip
+from itemset.building.scratch import ROW, ArraySpool, Batch, Spool, Stored, Zeros, nameless_file, scratch_folder
+from itemset.building.streams import format_of
 from itemset.errors import Faults, ItemSetError
 from itemset.item_set import ItemSet, Origin
 from itemset.storage import PathLike, files_at
@@ -125,12 +123,13 @@ def _store(
 ) -> Stored:
     files = files_at(path)
     stored = Stored(nameless_file(folder), encoding.limit, path, files)
+    fast = all(file.system is None and format_of(file) in (".npy", ".parquet") for file in files)  # as to store ids
     survey, faults, lossy = None, Faults(), Lossy()
     with closing(read()) as batches:
         for batch in batches:
             if not stored.items:
                 encoding.check(path, texts=batch.texts is not None)
-                stored.again = read if batch.texts is None and can_read_twice(files) else None
+                stored.again = read if batch.texts is None and fast else None
             rows = encoding.rows(batch, stored.items, faults, lossy)
             if rows is None:
                 continue

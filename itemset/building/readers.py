@@ -4,7 +4,7 @@ import gc
 import json
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from typing import Any, cast
 
@@ -32,7 +32,22 @@ def read_delimited(source: SourceFile, dialect: Dialect, names: Sequence[str], f
     """Read columns as strings, an empty field as a missing value. Rows that break the table's rules are faults."""
     at = [(name, dialect.names.index(name)) for name in names if name in dialect.names]
     width, header, rows, batch = len(dialect.names), dialect.header, 0, list[list[str]]()
-    with text_of(source, str(dialect.encoding)) as (text, share):
+    encoding = str(dialect.encoding)
+
+    def columns() -> dict[str, Any]:
+        found: dict[str, Any] = dict.fromkeys(names)
+        for name, i in at:
+            values = [row[i] or None for row in batch]
+            try:
+                found[name] = pa.array(values, pa.string())
+            except UnicodeEncodeError:  # a lone surrogate: a byte that could not be decoded
+                for number, value in enumerate(values, rows - len(batch) + 1):
+                    if re.search("[\ud800-\udfff]", value or ""):
+                        faults.add(f"{source}, row {number} {not_decoded(encoding)}")
+                found[name] = pa.nulls(len(batch), pa.string())
+        return found
+
+    with text_of(source, encoding) as (text, share):
         for row in dialect.rows(text):
             if header and row:
                 header = False
@@ -45,30 +60,13 @@ def read_delimited(source: SourceFile, dialect: Dialect, names: Sequence[str], f
                 else:
                     batch.append(row)
                     if len(batch) == ROWS:
-                        yield _strings(source, dialect, batch, at, names, rows, faults), share()
+                        yield columns(), share()
                         batch = []
         if batch:
-            yield _strings(source, dialect, batch, at, names, rows, faults), share()
+            yield columns(), share()
 
 
 _OTHER_WAYS = "correct it, or say how fields are separated and quoted (--delimiter, --quotes, in a source ?quotes=text)"
-
-
-def _strings(
-    source: SourceFile, dialect: Dialect, batch: list[list[str]], at: list[tuple[str, int]], names: Sequence[str],
-    rows: int, faults: Faults,
-) -> dict[str, Any]:  # fmt: skip
-    columns: dict[str, Any] = dict.fromkeys(names)
-    for name, i in at:
-        values = [row[i] or None for row in batch]
-        try:
-            columns[name] = pa.array(values, pa.string())
-        except UnicodeEncodeError:  # a lone surrogate: a byte that could not be decoded
-            for number, value in enumerate(values, rows - len(batch) + 1):
-                if re.search("[\ud800-\udfff]", value or ""):
-                    faults.add(f"{source}, row {number} {not_decoded(str(dialect.encoding))}")
-            columns[name] = pa.nulls(len(batch), pa.string())
-    return columns
 
 
 def read_json(source: SourceFile, dialect: Dialect, names: Sequence[str], faults: Faults) -> Iterator[Batch]:
@@ -117,7 +115,9 @@ def _document(source: SourceFile) -> list[dict[str, Any]] | None:
     """Return a JSON document's rows, of an array or of an object of them by key; None if it is JSON lines."""
     with opened(source) as (file, _):
         data = file.read().removeprefix(b"\xef\xbb\xbf")
-    with _nothing_collected():
+    collects = gc.isenabled()
+    gc.disable()  # millions of objects are made that all stay: most of the time, it would look through them in vain
+    try:
         try:
             given = msgspec.json.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -128,17 +128,8 @@ def _document(source: SourceFile) -> list[dict[str, Any]] | None:
             except ValueError:
                 raise ItemSetError(f"{source} is no JSON: {error}") from error
         return as_rows(given, str(source))
-
-
-@contextmanager
-def _nothing_collected() -> Iterator[None]:
-    """Millions of objects are made that all stay: the collector would look through them in vain, most of the time."""
-    before = gc.isenabled()
-    gc.disable()
-    try:
-        yield
     finally:
-        if before:
+        if collects:
             gc.enable()
 
 

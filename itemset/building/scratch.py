@@ -17,7 +17,6 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from itemset.building.items import Items
-from itemset.building.streams import format_of
 from itemset.errors import ItemSetError
 from itemset.storage import PathLike, SourceFile, files_at
 from itemset.trie.attributes import Column, packed
@@ -140,11 +139,6 @@ def _bits(values: NDArray[np.uint8]) -> pa.Buffer:
 
 ROW = pa.uint32()  # keys if none are given
 Batch = tuple[Rows, list[pa.Array]]  # consecutive items, their keys, and each attribute as `Column.pack` returns it
-
-
-def can_read_twice(files: Sequence[SourceFile]) -> bool:
-    """Return whether to read token ids out of these files again is as fast as to store them."""
-    return all(file.system is None and format_of(file) in (".npy", ".parquet") for file in files)
 
 
 @dataclass

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from itemset.errors import AGAIN, ItemSetError
 from itemset.trie.pointers import compiled, count_ones, element, first_from, label, load32
 from itemset.trie.rows import Rows, grown
-from itemset.trie.tables import Tables, Trie
+from itemset.trie.tables import TERMINAL, Tables, Trie
 from itemset.trie.targets import is_leaf, nodes_before
 from itemset.trie.walk import END, TAIL, advance, find_edge, follow, is_terminal, tail_token
 
@@ -137,6 +137,13 @@ def last_edge(tables, terminal_rank, number):  # type: ignore[no-untyped-def]
         left -= 1 if is_terminal(tables, node) else 0
         node += 1
     return nth_edge(tables, node - 1, 0)
+
+
+@compiled
+def own_entry(tables, edge, number):  # type: ignore[no-untyped-def]
+    """Return an item's entry in `Tables.dead` and `.boosted`, by its last edge and its number."""
+    ends_at_node = number >= tables.edges - (tables.nodes - 1)
+    return np.int64(TERMINAL) + follow(tables, edge) if ends_at_node else edge
 
 
 @compiled

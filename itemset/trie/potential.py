@@ -12,7 +12,7 @@ and the potential of each; that of all others is 0. Both hold the bits of floats
 import numpy as np
 from numpy.typing import NDArray
 
-from itemset.trie.numbering import last_edge, node_of, nth_edge
+from itemset.trie.numbering import last_edge, node_of, nth_edge, own_entry
 from itemset.trie.pointers import bit, compiled, first_edge, first_from, load32
 from itemset.trie.rows import grown
 from itemset.trie.tables import TERMINAL, Tables
@@ -126,17 +126,10 @@ def _measure(tables, out, of_node):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _own_entry(tables, edge, number):  # type: ignore[no-untyped-def]
-    """Return the entry of an item, by its last edge and its number."""
-    ends_at_node = number >= tables.edges - (tables.nodes - 1)
-    return np.int64(TERMINAL) + follow(tables, edge) if ends_at_node else edge
-
-
-@compiled
 def _own(tables, whole, terminal_rank, numbers, out):  # type: ignore[no-untyped-def]
     for i in range(len(numbers)):
         edge = last_edge(whole, terminal_rank, numbers[i])
-        out[i] = potential_of(tables, _own_entry(tables, edge, numbers[i]))
+        out[i] = potential_of(tables, own_entry(tables, edge, numbers[i]))
 
 
 @compiled
@@ -145,7 +138,7 @@ def _climb(tables, terminal_rank, numbers, values):  # type: ignore[no-untyped-d
     entries, found, size = np.empty(16, np.int64), np.empty(16, np.float32), 0
     for i in range(len(numbers)):
         edge = last_edge(tables, terminal_rank, numbers[i])
-        entry, above = _own_entry(tables, edge, numbers[i]), edge
+        entry, above = own_entry(tables, edge, numbers[i]), edge
         while True:
             entries, found = grown(entries, size + 1), grown(found, size + 1)
             entries[size], found[size] = entry, values[i]

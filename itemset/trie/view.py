@@ -7,11 +7,11 @@ short sorted list: for each item the highest edge that leads to no other.
 import numpy as np
 from numpy.typing import NDArray
 
-from itemset.trie.numbering import last_edge, node_of, nth_edge
+from itemset.trie.numbering import last_edge, node_of, nth_edge, own_entry
 from itemset.trie.pointers import bit, compiled, first_edge, load32, store32
 from itemset.trie.tables import TERMINAL, Tables
 from itemset.trie.targets import is_leaf
-from itemset.trie.walk import first_dead, follow, is_alive, is_terminal
+from itemset.trie.walk import first_dead, is_alive, is_terminal
 
 
 def bits_of(tables: Tables, lives: NDArray[np.bool_]) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
@@ -71,14 +71,10 @@ def _mark(tables, lives, alive, terminal, node_lives):  # type: ignore[no-untype
 @compiled
 def _place_ends(tables, whole, terminal_rank, numbers, ends):  # type: ignore[no-untyped-def]
     """Put down, for each item, node << 32 | entry: the node in whose row it ends, and its entry of `dead` there."""
-    leaves = tables.edges - (tables.nodes - 1)
     for i in range(len(numbers)):
-        edge = last_edge(whole, terminal_rank, numbers[i])
-        if numbers[i] < leaves:
-            ends[i] = node_of(tables, edge) << 32 | edge
-        else:
-            node = follow(tables, edge)
-            ends[i] = node << 32 | (np.int64(TERMINAL) + node)
+        entry = own_entry(tables, last_edge(whole, terminal_rank, numbers[i]), numbers[i])
+        node = entry - TERMINAL if entry >= TERMINAL else node_of(tables, entry)
+        ends[i] = node << 32 | entry
 
 
 @compiled

@@ -90,10 +90,7 @@ def files_at(path: PathLike) -> list[SourceFile]:
 
 
 def fetch(path: PathLike, target: int) -> None:
-    """Copy the file under a URI to the file of the descriptor `target`.
-
-    Raises ItemSetError: it cannot be read, or was changed meanwhile; OSError if the copy cannot be written.
-    """
+    """Copy the file under a URI to a descriptor. Raises ItemSetError for what is read, OSError for what is written."""
     source, piece = file_at(path), b"-"
     with open(target, "wb", closefd=False) as copy, source.open() as file:
         while piece:
@@ -134,11 +131,8 @@ def locked(path: PathLike, how: int = fcntl.LOCK_EX, mode: int = 0o666) -> Itera
 
 @contextmanager
 def incomplete(path: Path, mode: int) -> Iterator[int]:
-    """Make a file, in place of one that a killed process left. Yields its descriptor, which stays open.
-
-    If the block fails, the file is closed and deleted. Raises OSError if it cannot be made.
-    """
-    path.unlink(missing_ok=True)
+    """Make a file and yield its descriptor, which stays open. If the block fails, close and delete it."""
+    path.unlink(missing_ok=True)  # a killed process left it
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
     try:
         yield descriptor
@@ -170,7 +164,7 @@ def _as_item_set_errors(name: str) -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
-    text = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
     text = text.partition("\n")[0]
     if isinstance(error, PermissionError) or re.search(r"denied|forbidden|\b40[13]\b", text, re.IGNORECASE):
         return f"{text}: give credentials that may read it"

@@ -118,10 +118,7 @@ def open_file(path: PathLike) -> BinaryIO:
 
 
 def copy_into(path: PathLike, target: int) -> None:
-    """Copy an index file's bytes to the file of the descriptor `target`, which shares their blocks where it can.
-
-    Raises ItemSetError as `open_file` does, and OSError if the copy cannot be written.
-    """
+    """Copy an index file to a descriptor, sharing its blocks where it can. Raises as `open_file` and OSError."""
     if is_uri(path):
         fetch(path, target)
         return
@@ -147,9 +144,8 @@ def read(path: PathLike, name: str = "") -> tuple[Header, dict[str, NDArray[Any]
 def version(path: PathLike, name: str = "", *, checked: bool = True) -> str:
     """Check the file, and return the hash, in hex, of its prelude and header, which hold the checksums of all else.
 
-    checked: else only the header is. Of a file under a URI, nothing else is fetched then.
-    The file is read, not mapped: if it is cut meanwhile, that is an error and not the end of the process.
-    Raises ItemSetError as `open_file`, `parse` and `check` do.
+    checked: else only the header is read. The file is not mapped: if it is cut meanwhile, that is an error and not the
+    end of the process. Raises ItemSetError as `open_file`, `parse` and `check` do.
     """
     name = name or str(path)
     try:

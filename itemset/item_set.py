@@ -46,14 +46,11 @@ class ItemSet:
         """Tokens of the shortest and of the longest item."""
         self.base: ItemSet | None = None  # of a view: the set, or the view, whose tables it shares
         self.own: Mapping[str, NDArray[Any]] = trie.tables.sections  # arrays that it shares with no base, by name
-        self._keys = keys
-        self._attributes = attributes
+        self._keys, self._attributes, self._digest, self._origin = keys, attributes, digest, origin
         self.rows_of: tuple[ItemSet, NDArray[np.int64]] | None = None
         """Of a set that was selected from another by keys: that set, and the place of each of `keys` in it."""
-        self._digest = digest
         self.duplicates = duplicates
         """Items of the input that equal an earlier one."""
-        self._origin = origin
         self.vocab_size, self.tokenizer, self.prefix, self.escape = origin
         """`prefix`, `escape`: as given to `build_text`."""
         self.temperature = 1.0  # of draws, above 1: see `select.views.tempered`
@@ -265,24 +262,16 @@ class ItemSet:
         rows = numbering.items_at(self.whole.trie.tables, numbers, self.longest)
         return [part.tolist() for part in np.split(rows.tokens, rows.offsets[1:-1])] if len(numbers) else []
 
-    def numbers_in(self, other: "ItemSet") -> NDArray[np.int64]:
-        """Return the number that each item has in another set, -1 if it is none of that."""
-        return np.concatenate([other._numbers_of(rows) for _, rows in self._parts()])
-
     def holding(self, token_ids: Iterable[int]) -> NDArray[np.int64]:
         """Return the numbers of the items, ascending, that hold one of these tokens."""
         wanted = np.array([*token_ids], np.int64)
         found = [np.zeros(0, np.int64)]
-        for part, rows in self._parts() if len(wanted) else ():
+        for part, rows in self.parts() if len(wanted) else ():
             at = np.flatnonzero(np.isin(rows.tokens, wanted))
             found.append(part[np.unique(np.searchsorted(rows.offsets, at, side="right") - 1)])
         return np.concatenate(found)
 
-    def longer_than(self, tokens: int) -> NDArray[np.int64]:
-        """Return the numbers of the items, ascending, that have more tokens."""
-        return np.concatenate([part[np.diff(rows.offsets) > tokens] for part, rows in self._parts()])
-
-    def _parts(self) -> Iterator[tuple[NDArray[np.int64], Rows]]:
+    def parts(self) -> Iterator[tuple[NDArray[np.int64], Rows]]:
         """Yield the numbers of all items, and their tokens, as many at a time as may be in memory together."""
         for part in np.array_split(np.arange(len(self)), 1 + len(self) // _ITEMS_AT_ONCE):
             yield part, numbering.items_at(self.whole.trie.tables, part, self.longest)
@@ -302,10 +291,10 @@ class ItemSet:
         """Return a new set: without the keys `remove` and the items that have no other, and with the items `add`.
 
         It is byte for byte the set that `build` makes of the items that stay, in their order, and then the new ones.
-        add: items as for `build`; with `tokenizer`, which must be the set's own, texts as for `build_text`.
-        keys, attributes: of the new items, as for `build`; by default keys go on from the highest integer.
-        Raises ItemSetError as `build`, for attributes of other names or types than the set's, for a new key that is in
-        the set and not in `remove`, and unless `missing_ok` for a key of `remove` that is not there.
+        add: as for `build`; with `tokenizer`, the set's own, texts. keys, attributes: of these, as for `build`; by
+        default keys go on from the highest integer. Raises ItemSetError as `build`, for attributes of other names or
+        types than the set's, for a new key that is in the set and not in `remove`, and unless `missing_ok` for a key of
+        `remove` that is not there.
         """
         if self.base is not None:
             raise ItemSetError("a view cannot be updated: update its set, and make the view again")
@@ -325,8 +314,7 @@ class ItemSet:
     def respelt(self, numbers: NDArray[np.int64], items: Rows, escape: Escape | None) -> "ItemSet":
         """Return a new set in which the items with these numbers have other tokens, with their keys and attributes.
 
-        Not of a view. items: of each number, the tokens. escape: how all items then stand inside a longer text. Raises
-        ItemSetError.
+        Not of a view. items: these tokens. escape: how all items then stand inside a longer text. Raises ItemSetError.
         """
         places, starts = in_item_order(numbers, self.key_starts)
         stays = np.ones(len(self.keys), np.bool_)
@@ -341,9 +329,9 @@ class ItemSet:
         return built(distinct, keys, columns, self._origin._replace(escape=escape))
 
     def _arrays(self) -> dict[str, NDArray[Any]]:
-        attributes = {} if self._attributes is None else {"attributes": self._attributes}
-        starts = {} if self._keys.starts is None else {"key_starts": self._keys.starts}
-        return self.trie.tables.sections | values_to_sections(self._keys.values) | starts | attributes
+        arrays = self.trie.tables.sections | values_to_sections(self._keys.values)
+        more = {"key_starts": self._keys.starts, "attributes": self._attributes}
+        return arrays | {name: array for name, array in more.items() if array is not None}
 
     def _header(self) -> index_file.Header:
         trie = self.trie
@@ -364,8 +352,7 @@ def build(
     keys: N integers or N strings; by default the row numbers.
     vocab_size: token ids must be below it; by default the tokenizer's, if there is one.
     tokenizer: the Hugging Face tokenizer the ids belong to; an engine with another one refuses the index.
-    attributes: a pyarrow Table, or columns by name, with one row for each item given, also for equal ones. See
-        `ItemSet.attributes`.
+    attributes: a pyarrow Table, or columns by name, with one row for each item given, also for equal ones.
     Raises ItemSetError as `rows.as_rows`, `keys.as_keys`, `attributes.as_attributes` and `trie.build_trie` do.
     """
     if vocab_size is None and tokenizer is not None:
@@ -391,8 +378,7 @@ def built(distinct: Distinct, keys: pa.Array | None, attributes: pa.Table | None
     if distinct.order is not None:
         at = pa.array(distinct.order).take(at)  # in half the time that NumPy takes
     values = at.cast(pa.int64()) if keys is None else keys.take(at)
-    named = attributes is not None and attributes.column_names
-    section = attribute_columns.to_section(attributes, at.to_numpy()) if named else None
+    section = None if attributes is None else attribute_columns.to_section(attributes, at.to_numpy())
     return ItemSet(trie, Keys(values, key_starts), origin, duplicates=len(places) - trie.items, attributes=section)
 
 

@@ -34,7 +34,7 @@ def changes(before: ItemSet, after: ItemSet, *, by_key: bool = True, folder: Pat
 
     by_key: False if row numbers are the keys, which say nothing: then item by item. folder: for temporary files.
     """
-    numbers = before.numbers_in(after)
+    numbers = np.concatenate([after._numbers_of(rows) for _, rows in before.parts()])
     numbers = np.where(numbers < 0, -1 - np.arange(len(before)), numbers)
     of_both = [_rows(before, numbers, by_key), _rows(after, np.arange(len(after)), by_key)]
     was, now = (as_attributes(s.attributes, len(s.keys)) for s in (before, after))

@@ -294,8 +294,10 @@ def packed(table: pa.Table, columns: Sequence[Column]) -> pa.Table:
     return pa.table({column.name: column.pack(table.column(column.name).combine_chunks()) for column in columns})
 
 
-def to_section(table: pa.Table, order: NDArray[Any]) -> NDArray[np.uint8]:
-    """Return the stream of these rows of what `as_attributes` returned, in this order."""
+def to_section(table: pa.Table, order: NDArray[Any]) -> NDArray[np.uint8] | None:
+    """Return the stream of these rows of what `as_attributes` returned, in this order; None without columns."""
+    if not table.column_names:
+        return None
     if len(order) < len(table):  # texts of the others are not stored
         table, order = table.take(pa.array(order)), np.arange(len(order))
     survey = Survey(table.schema)

@@ -8,6 +8,8 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from itemset.errors import ItemSetError, shown
 from itemset.serving.catalogue import Catalogue, InlineSet, Opened, RefusedError
 from itemset.serving.config import ModelLimits, StaticConfig, Words
@@ -81,7 +83,7 @@ class Checks:
                 "build the set with this model's token ids; tokens that an adapter adds need a model merged with it"
             )
         if item_set.longest > (room := limits.context - limits.reserved):
-            long = item_set.longer_than(room)
+            long = np.concatenate([part[np.diff(rows.offsets) > room] for part, rows in item_set.parts()])
             key = item_set.keys_of(item_set.items_at(long[:1]))[0][0]
             raise ItemSetError(
                 f"{called} has items of up to {item_set.longest} tokens, longer than {self.words.context}="

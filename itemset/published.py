@@ -4,9 +4,9 @@
     current.json   the pointer: the versions that are kept, the current one first, and their sequence numbers
     lock           locked by whoever publishes, while it does; readers lock nothing
 
-A version is copied under another name, checked, and given its name when it is whole. The pointer is replaced after
-that, at once. So a kill leaves the old version or the new one; what else it leaves, the next publication removes. Times
-are shown and never compared: sequence numbers order the versions. All names are relative: a folder can be copied.
+A version is copied under another name, checked, and renamed; then the pointer is replaced at once. So a kill leaves the
+old version or the new one, and what else it leaves, the next publication removes. Times are shown and never compared:
+sequence numbers order the versions. All names are relative: a folder can be copied.
 """
 
 import errno
@@ -63,10 +63,8 @@ class Version(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class _Pointer(msgspec.Struct, frozen=True):
-    """The pointer file. versions: the current one first, sequence numbers descending."""
-
     format: int
-    versions: Annotated[list[Version], msgspec.Meta(min_length=1)]
+    versions: Annotated[list[Version], msgspec.Meta(min_length=1)]  # sequence numbers descend: the current one first
 
 
 def publish(
@@ -118,7 +116,15 @@ def rollback(folder: PathLike, version: str | None = None) -> Version:
     versions(folder)  # a folder without a set stays as it is
     with _publishing(folder):
         before = versions(folder)
-        chosen = _chosen(folder, before, version)
+        if version is None and len(before) == 1:
+            raise ItemSetError(f"{folder} has one version, there is none to go back to: publish another index")
+        begins = before[1].name if version is None else version.lower()
+        matching = [one for one in before if one.name.startswith(begins)]
+        if len(matching) != 1:
+            what = f"{len(matching)} versions whose names begin with" if matching else "no version"
+            known = ", ".join(one.name for one in before)
+            raise ItemSetError(f"{folder} has {what} {version!r}: choose one of {known}")
+        chosen = matching[0]
         if not _sound(chosen.path, chosen.name):
             raise ItemSetError(f"{chosen.path} is missing or damaged: publish its index again, or choose another")
         if chosen == before[0]:
@@ -233,18 +239,6 @@ def _read(path: Path) -> bytes:
     if len(content) > POINTER_BYTES:
         raise ValueError(f"it has more than {POINTER_BYTES:,} bytes")
     return content
-
-
-def _chosen(folder: Path, known: Sequence[Version], name: str | None) -> Version:
-    if name is None:
-        if len(known) == 1:
-            raise ItemSetError(f"{folder} has one version, there is none to go back to: publish another index")
-        return known[1]
-    matching = [version for version in known if version.name.startswith(name.lower())]
-    if len(matching) != 1:
-        what = f"{len(matching)} versions whose names begin with" if matching else "no version"
-        raise ItemSetError(f"{folder} has {what} {name!r}: choose one of {', '.join(one.name for one in known)}")
-    return matching[0]
 
 
 def _sound(path: Path, name: str) -> bool:

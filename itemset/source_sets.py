@@ -105,15 +105,12 @@ def _parsed(name: str, given: str) -> tuple[str, dict[str, list[str]]] | None:
     """Return the path of a source and its options, None if it is an index or a published set."""
     path, mark, query = given.rpartition("?")
     words = parse_qs(query, keep_blank_values=True)
-    foreign = (
-        not words or any(word not in _WORDS for word in words) or not {*words.get("escape", ())} <= {"json", "text"}
-    )
+    foreign = not words or bool(words.keys() - {*_WORDS} or {*words.get("escape", ())} - {"json", "text"})
     if not mark or os.path.exists(given) or (foreign and is_uri(given)):  # a web address has options of its own
         path, words, foreign = given, {}, False
     if foreign:
-        raise ItemSetError(
-            f"{given} has options other than {', '.join(_WORDS)}: write {name}={path}?column=NAME&key=NAME"
-        )
+        mend = f"write {name}={path}?column=NAME&key=NAME"
+        raise ItemSetError(f"{given} has options other than {', '.join(_WORDS)}: {mend}")
     path = os.path.expanduser(path)
     if os.path.isdir(path):
         if words or os.path.exists(os.path.join(path, POINTER)) or not any(os.scandir(path)):
@@ -135,21 +132,20 @@ def _is_index(path: str) -> bool:
 
 def _built(name: str, path: str, words: dict[str, list[str]], tokenizer: Callable[[], Any], folder: Path) -> str:
     """Return the index of a file, from the cache if it is there."""
-    files = sources.files_of(path)
+    files = sources.files_of(path)  # all of one kind
     chosen = {word: values for word, values in words.items() if word not in _FLAGS or values != ["no"]}
     wanted = [one for option in ("column", "key", "attribute") for one in words.get(option, ())]
     names, dialect = names_in(files[0], Dialect.of({word: values[0] for word, values in words.items()}), wanted)
     if names:
         _choose(name, path, names, chosen)
     digest = hashlib.sha256(repr([FORMAT, RULES, sorted(chosen.items()), fingerprint(tokenizer()), names]).encode())
-    kind = format_of(files[0])  # and of all others
     for file in files:
         if file.system is not None and file.changed is not None:  # elsewhere, and its system says when it was changed
             digest.update(repr((file.name, file.size, file.changed)).encode())
             continue
         with file.open() as stream:
-            content = hashlib.file_digest(cast(Any, stream), lambda: hashlib.sha256(kind.encode()))
-        digest.update(content.digest())
+            kind = hashlib.sha256(format_of(file).encode())
+            digest.update(hashlib.file_digest(cast(Any, stream), kind.copy).digest())
     index = folder / f"{digest.hexdigest()[:32]}.itemset"
     given = [f"--{option}={value}" for option, values in chosen.items() for value in values if option not in _FLAGS]
     given += [f"--{option.replace('_', '-')}" for option in _FLAGS if option in chosen]

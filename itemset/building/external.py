@@ -62,8 +62,7 @@ def build_external(
 ) -> ItemSet:  # fmt: skip
     """Build the set of a file's items, byte for byte the one that `sources.read` and `build` or `build_text` make.
 
-    source: column, key, attributes, dialect, tokenizer, prefix, escape, vocab_size, as these take them; keep_text: take
-    the texts for keys, as they are given.
+    source: as these take them; keep_text: take the texts for keys, as they are given.
     before: the set of an earlier file, whose attributes, prefix, escape and vocab_size are taken if none are given.
     memory: bytes that sorting may take (at least 750 MB are used), and then as much of the tables and of one integer an
     item; by default half of what is available. What is more, of about 16 bytes an item, is in files.

@@ -1,7 +1,7 @@
 """Some consecutive items of a file, with keys and attributes, and how they become token ids."""
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import pyarrow as pa
 
@@ -61,24 +61,22 @@ class Encoding:
             raise ItemSetError("to keep the texts (--keep-text) makes them the keys: it takes texts, and no --key")
         return replace(items, keys=pa.array(items.texts, pa.large_string()))
 
-    def rows(self, items: Items, before: int, faults: Faults, lossy: Lossy | None = None) -> Rows | None:
+    def rows(self, items: Items, before: int, faults: Faults, lossy: Lossy) -> Rows | None:
         """Return the items' tokens, checked; None if some are bad, which are added to the faults.
 
         before: the number of items before them. lossy: as for `encode`. Raises ItemSetError as `rows.as_rows` does.
         """
-        given, name = faults.count, items.place
-        tokens = items.tokens
-        if items.texts and isinstance(items.texts[0], list):
+        given, tokens, texts = faults.count, items.tokens, cast(Any, items.texts)
+        told: dict[str, Any] = {"name": items.place, "before": items.first, "faults": faults}
+        if texts and isinstance(texts[0], list):
             if self.prefix or self.escape:
                 raise ItemSetError("items are lists of tokens: prefix and escape are for texts, omit them")
-            tokens = Rows(*encode_pieces(items.texts, self.tokenizer, name=name, before=items.first, faults=faults))
-        elif items.texts is not None:
-            texts: Any = items.texts
-            how: dict[str, Any] = {"prefix": self.prefix, "escape": self.escape, "lossy": lossy}
-            tokens = Rows(*encode(texts, self.tokenizer, name=name, before=items.first, faults=faults, **how))
+            tokens = Rows(*encode_pieces(texts, self.tokenizer, **told))
+        elif texts is not None:
+            tokens = Rows(*encode(texts, self.tokenizer, prefix=self.prefix, escape=self.escape, lossy=lossy, **told))
         if faults.count > given:
             return None
-        return as_rows(tokens, self.limit, before=before, name=name, first=items.first)
+        return as_rows(tokens, self.limit, before=before, name=items.place, first=items.first)
 
 
 def joined_items(parts: list[Items]) -> Items:

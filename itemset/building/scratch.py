@@ -1,4 +1,4 @@
-"""A build's temporary files: a folder beside its output, numbers and columns in files without names, and the source."""
+"""A build's temporary files: a folder beside its output, and in files without names numbers, columns and the source."""
 
 import fcntl
 import os

@@ -1,7 +1,5 @@
-"""What the host knows of a set's levels: how wide they are, and ready masks.
-
-With the widths, a search over a trie needs no shape from the device. A walk masks in a time in proportion to a node's
-children, which are most where each request begins: the first levels' nodes have ready masks, a bit for each token.
+"""What the host knows of a set's levels: how wide they are, so that a search needs no shape from the device; and ready
+masks of the first levels' nodes, a bit for each token: these have the most children, and each request begins there.
 """
 
 from dataclasses import dataclass
@@ -76,7 +74,7 @@ class LevelPlan:
 def _measure(tables, tail_tokens, edges, tails, tailed, low, high):  # type: ignore[no-untyped-def]
     """Count the edges with tails of each level, and measure its longest tail and its tokens. edges: of each level.
 
-    Tails are in the order of their edges, so each ends where the next begins. Safe whatever the tables hold.
+    A tail ends where the next edge's begins. Safe whatever the tables hold.
     """
     edge, start, owner = np.int64(0), np.int64(0), 0
     for level in range(len(edges)):
@@ -94,8 +92,7 @@ def _measure(tables, tail_tokens, edges, tails, tailed, low, high):  # type: ign
 def ready_masks(trie: Trie) -> NDArray[np.uint32]:
     """Return a header and rows for all nodes down to the deepest level with a node of more than WIDE children, if any.
 
-    They take up to a share of the tables' bytes. Bit t of a row, counted from bit 32 * `first word` on, is set if a
-    walk may take an edge with token t, of a view its own.
+    Bit t of a row, counted from bit 32 * `first word` on, is set if a walk may take an edge with token t.
     """
     tables, end, deepest = trie.tables, 0, 0
     most = max(0 if len(tables.alive) else trie.nbytes // _SHARE, _LEAST) // 4

@@ -1,7 +1,4 @@
-"""Item numbers: from an item's tokens to its number and back, by the trie alone.
-
-Items that stand alone after an edge come first, in edge order; after them come those that end at a node.
-"""
+"""Item numbers (`build_trie` gives them): from an item's tokens to its number and back, by the trie alone."""
 
 import numpy as np
 from numpy.typing import NDArray

@@ -1,12 +1,12 @@
 """Potentials: of each edge, the most that a boost adds to an item below it. They steer a search of the trie.
 
-A prefix's bound is its log-probability and its potential, and no item below it scores higher. It never rises towards an
-item, whose own boost is its last edge's potential, so that bar, proof and races stay what they are.
+A prefix's bound, its log-probability and its potential, never rises towards an item, whose own boost is its last edge's
+potential: so bar, proof and races stay what they are.
 
-`Tables.potential` has them for a boost of all items, [edges + 1 or edges + nodes] float32: of each edge, and then of
-each node that of the item that ends there. None ends at the root, in whose place stands the root's own potential. Where
-a view leads nowhere, it has 0. `Tables.boosted` has them for a few items: [2n], ascending entries, as those of `dead`,
-and the potential of each; that of all others is 0. Both hold the bits of floats.
+`Tables.potential` has them for all items, [edges + 1 or edges + nodes] float32: of each edge, then of each node that of
+the item that ends there; in the root's place, where none ends, the root's own. Where a view leads nowhere, it has 0.
+`Tables.boosted` has them for a few: [2n], ascending entries, as those of `dead`, and the potential of each; all others
+have 0. Both hold the bits of floats.
 """
 
 import numpy as np
@@ -43,9 +43,9 @@ def heights(tables: Tables) -> NDArray[np.uint16]:
 
 
 def boosted_of(whole: Tables, numbers: NDArray[np.int64], values: NDArray[np.float32]) -> NDArray[np.uint32]:
-    """Return `Tables.boosted` for boosts of the items of these numbers, distinct ones.
+    """Return `Tables.boosted` for boosts of the items of these numbers, distinct ones, in a time in proportion.
 
-    What is below 0 stands at the item alone: 0 bounds a prefix of others. It takes a time in proportion to the numbers.
+    What is below 0 stands at the item alone: 0 bounds a prefix of others.
     """
     entries, found = _climb(whole.pointers, whole.terminal_rank.ctypes.data, numbers, values)
     order = np.lexsort((-found, entries))

@@ -1,7 +1,7 @@
 """Items as rows of token ids: any input as one flat array, checked, sorted and folded."""
 
 from collections.abc import Iterable, Sequence
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -104,9 +104,8 @@ def as_rows(
             empty = first + int(lengths.argmin())
             raise ItemSetError(f"{name.format(empty)} is empty: remove it, an item has at least one token")
         if lengths.max() > MAX_ITEM_TOKENS:
-            longest = int(lengths.argmax())
-            called = name.format(first + longest)
-            raise ItemSetError(f"{called} has {lengths[longest]} tokens, the limit is {MAX_ITEM_TOKENS}")
+            called = name.format(first + int(lengths.argmax()))
+            raise ItemSetError(f"{called} has {lengths.max()} tokens, the limit is {MAX_ITEM_TOKENS}")
     elif width > MAX_ITEM_TOKENS:
         raise ItemSetError(f"the items have {width} tokens, the limit is {MAX_ITEM_TOKENS}")
     limit = MAX_TOKEN_ID + 1 if vocab_size is None else min(vocab_size, MAX_TOKEN_ID + 1)
@@ -136,8 +135,7 @@ def _flatten(items: Iterable[Sequence[int]]) -> tuple[NDArray[Any], NDArray[np.i
                 f"item {i} is {row!r:.60}, not a list of token ids: put each item in a list of its own, "
                 "encode texts with build_text()"
             )
-    offsets = np.zeros(len(rows) + 1, np.int64)
-    np.cumsum(np.fromiter(map(len, rows), np.int64, len(rows)), out=offsets[1:])
+    offsets = np.fromiter(accumulate(map(len, rows), initial=0), np.int64, len(rows) + 1)
     flat = list(chain.from_iterable(rows))
     try:
         tokens = np.asarray(flat if flat else np.zeros(0, np.int64))

@@ -1,7 +1,6 @@
-"""A set seen through a filter: which edges of its tables still lead to an item. The tables stay as they are.
+"""A set seen through a filter: which edges of its tables still lead to an item, and at which nodes one may still end.
 
-A filter leaves one bit an edge, and one a node: whether an item may end there. What one request leaves out beside is a
-short sorted list: for each item the highest edge that leads to no other.
+A filter leaves a bit for each. What a request omits is a short sorted list: the highest entries that lead to no other.
 """
 
 import numpy as np
@@ -24,10 +23,9 @@ def bits_of(tables: Tables, lives: NDArray[np.bool_]) -> tuple[NDArray[np.uint32
 
 
 def dead_of(tables: Tables, whole: Tables, numbers: NDArray[np.int64]) -> NDArray[np.uint32]:
-    """Return `Tables.dead` of a set or a view without the items of these numbers, ascending and distinct.
+    """Return `Tables.dead` of a set or a view without items of its own, in a time in proportion to these.
 
-    tables: of the set or the view; the items are among its own. whole: of the whole set. With no item left, it holds
-    all edges of the root. It takes a time in proportion to the numbers.
+    whole: of the whole set. numbers: ascending and distinct. With no item left, it holds all edges of the root.
     """
     ends = np.empty(len(numbers), np.int64)
     _place_ends(tables.pointers, whole.pointers, whole.terminal_rank.ctypes.data, numbers, ends)
@@ -38,10 +36,10 @@ def dead_of(tables: Tables, whole: Tables, numbers: NDArray[np.int64]) -> NDArra
 
 @compiled
 def _mark(tables, lives, alive, terminal, node_lives):  # type: ignore[no-untyped-def]
-    """From the last edge to the first: what an edge leads to comes after it.
+    """From the last edge to the first: what an edge leads to comes after it. Safe as a walk is.
 
-    alive, terminal: addresses of zeros. lives, node_lives: 0 or 1. No branch depends on them: half of them would be
-    foreseen wrongly. Safe whatever the tables hold, but for `row_offsets`, as a walk is.
+    alive, terminal: addresses of zeros. lives, node_lives: 0 or 1; no branch depends on them, as half would be
+    mispredicted.
     """
     nodes, edges = tables.nodes, tables.edges
     leaf, ends_at = edges - (nodes - 1), len(lives)  # numbers of the items that are still to come
@@ -81,8 +79,8 @@ def _place_ends(tables, whole, terminal_rank, numbers, ends):  # type: ignore[no
 def _climb(tables, ends, found):  # type: ignore[no-untyped-def]
     """Put down the highest entries of `dead` that leave out these items; return how many there are.
 
-    ends: of `_place_ends`, descending. A node comes after the one that leads to it, and those that lead to nodes are in
-    the order of these: what waits above is a queue, and descends as well.
+    ends: of `_place_ends`, descending. What waits above them is a queue, which descends as well: parents are in the
+    order of their children.
     """
     room, at, count = len(ends), 0, 0
     above, first, waiting = np.empty(room, np.int64), 0, 0

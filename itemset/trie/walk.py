@@ -1,7 +1,5 @@
-"""Walking the trie on the host: one integer of state, compiled by Numba.
-
-Safe whatever the tables hold, but for `row_offsets`, which are checked when a file is opened.
-"""
+"""Walking the trie on the host: one integer of state. Safe whatever the tables hold, but for `row_offsets`, which are
+checked when a file is opened."""
 
 from typing import Any
 

@@ -57,6 +57,11 @@ class Streams:
                 if streams.ignored != ("steps" if self is streams.steps else "copies"):
                     self.work.append((event.marker, lambda: None))
 
+            def wait_stream(self, other: Stream) -> None:
+                event = streams.Event()
+                event.record(other)
+                self.wait_event(event)
+
         made = Made()
         if hasattr(self, "made"):
             self.made.append(made)

@@ -30,20 +30,17 @@ Parts = list[tuple[torch.Tensor, NDArray[Any]]]  # what is copied where: a tenso
 
 class Copies:
     """One stream for all copies, and the events that order it with the steps. Call it from one thread.
+
     A copy waits for steps only if they may still read what it overwrites, a step for a copy only if it reads what is
-
     copied. Only out of pinned memory do copies run beside the host: while the device reads one of two buffers, the host
-    fills the other. For a set larger than both it waits until the first is free, and for nothing else.
-
-    All steps belong to one stream, the current one of each `use`. On a CPU, streams do nothing.
+    fills the other. For a set larger than both it waits until the first is free, and for nothing else. All steps belong
+    to one stream, the current one of each `use`. On a CPU, streams do nothing.
     """
 
     def __init__(self, device: torch.device, max_sets: int) -> None:
         self._device, self._streams = device, torch.get_device_module(device)
         self._stream = self._streams.Stream(device)
-        made = self._streams.Event()  # the tables are filled with zeros before any copy
-        made.record(self._streams.current_stream(device))
-        self._stream.wait_event(made)
+        self._stream.wait_stream(self._streams.current_stream(device))  # which fills the tables with zeros
         # Two buffers, each [PIECE] uint8. Made now: pinning memory takes milliseconds, and may wait for the device.
         self._buffers = [torch.empty(PIECE, dtype=torch.uint8, pin_memory=device.type != "cpu") for _ in range(2)]
         self._free = [self._streams.Event() for _ in range(2)]  # the end of the copies out of each buffer
@@ -97,15 +94,10 @@ class Copies:
     def _wait_for_readers(self, number: int) -> None:
         self._pending.pop(number, None)
         last, self._read[number] = int(self._read[number]), 0
-        if last == 0:
-            return
-        if last == self._step:  # nothing was recorded since
-            over = self._streams.Event()
-            over.record(self._streams.current_stream(self._device))
-        else:
-            over = self._before[max(last + 1, self._step - _REMEMBERED + 1) % _REMEMBERED]
-        if not over.query():
-            self._stream.wait_event(over)
+        if last and last == self._step:  # nothing was recorded since
+            self._stream.wait_stream(self._streams.current_stream(self._device))
+        elif last:
+            self._stream.wait_event(self._before[max(last + 1, self._step - _REMEMBERED + 1) % _REMEMBERED])
 
 
 __all__ = ["Arena", "ArenaFullError", "Place", "Plan", "Resident", "arena_bytes", "check_tables", "room_for"]

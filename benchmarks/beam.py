@@ -32,7 +32,7 @@ def masked(arena: Arena, number: int, logits: list[Tensor], width: int) -> tuple
     scores = torch.full((width,), -torch.inf, device=device)
     scores[:1].zero_()
     states = torch.where(scores == 0, number << STATE_BITS, DEAD)
-    marks, slots = (torch.full(shape, -1, dtype=torch.int32, device=device) for shape in ((1, 1), (width,)))
+    marks, slots = (torch.full(shape, -1, dtype=torch.int32, device=device) for shape in ((width, 1), (width,)))
     for step, one in enumerate(logits):
         log_probs = torch.log_softmax(one[0].float(), -1)
         kernels.mask(arena, log_probs, states, marks, slots)
@@ -41,7 +41,7 @@ def masked(arena: Arena, number: int, logits: list[Tensor], width: int) -> tuple
         tokens = tokens[parents]
         tokens[:, step] = token
         states = states[parents]
-        kernels.advance(arena, states, token, None, states)
+        kernels.advance(arena, states, token, marks, states)
     return tokens, scores
 
 

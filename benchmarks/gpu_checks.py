@@ -135,8 +135,9 @@ class Compared(Slots):
         kernels.mask(arena, masked.copy_(logits), states, marks, batch.slots)
         kernels.step(arena, more, marks, batch, again, stepped.copy_(logits))
         kernels.forced(arena, states, marks, batch.slots, ahead)
-        kernels.advance(arena, states, masked.argmax(1), None, legal)
-        kernels.advance(arena, states, batch.tokens, marks[batch.slots.long()], drafted)
+        marks = marks[batch.slots.long()]
+        kernels.advance(arena, states, masked.argmax(1), marks, legal)
+        kernels.advance(arena, states, batch.tokens, marks, drafted)
         return {
             "walk": states,
             "walk's cells": cells[:-1],  # the last one is nobody's
@@ -145,7 +146,7 @@ class Compared(Slots):
             "step's states": again,
             "forced": ahead,
             "advance": legal,
-            "advance with marks": drafted,
+            "advance by drafts": drafted,
         }
 
 

@@ -49,7 +49,6 @@ MASK = {"CHUNK": CHUNK, "CHUNKS": kernels.SPAN // CHUNK, "ALIGNED": True}
 SELECT = {name: getattr(triton_select, name) for name in ("LANES", "ITEMS", "OTHERS")}
 VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "advance": (kernels._advance_kernel, {}),
-    "advance_unmarked": (kernels._advance_kernel, {"marks": None}),
     "beams_own": (triton_attention.add_own_kernel, {}),
     "children": (kernels._children_kernel, {}),
     "forced": (kernels._forced_kernel, {"GUESS": False}),

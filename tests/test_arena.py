@@ -32,7 +32,8 @@ def root(arena: Arena, number: int) -> list[int]:
     """The tokens that may begin an item, as the mask has them."""
     logits = torch.zeros(1, 1000, device=arena.device)
     states = torch.tensor([number << STATE_BITS], device=arena.device)
-    marks, slots = torch.tensor([[-1, -1]], device=arena.device), torch.tensor([0], device=arena.device)
+    slots = torch.tensor([0], device=arena.device)
+    marks = torch.full((1, 2), -1, dtype=torch.int32, device=arena.device)
     arena.kernels.mask(arena, logits, states, marks, slots)
     return logits[0].isfinite().nonzero()[:, 0].tolist()
 

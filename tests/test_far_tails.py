@@ -163,7 +163,7 @@ def test_the_kernels_walk_them(name: str, gap: int) -> None:
     count = len(picked) * 8
     states = torch.tensor([far[i] | LAST_SET << STATE_BITS for i in picked], device=DEVICE)
     plain = torch.tensor([near[i] for i in picked], device=DEVICE)
-    marks = torch.tensor([[-1, STOP]] * count, device=DEVICE)
+    marks = torch.tensor([[-1, STOP]] * count, dtype=torch.int32, device=DEVICE)
     slots = torch.arange(len(picked), device=DEVICE)
     tokens = torch.arange(8, device=DEVICE).repeat(len(picked))
     out = torch.empty(count, dtype=torch.int64, device=DEVICE)

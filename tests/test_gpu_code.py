@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-NAMED = ["advance", "advance_unmarked", "beams_own", "children", "forced", "forced_guess"]
+NAMED = ["advance", "beams_own", "children", "forced", "forced_guess"]
 NAMED += ["lists_candidates", "lists_candidates_alone", "lists_candidates_narrow", "lists_candidates_steps"]
 NAMED += ["lists_ended", "lists_follow", "lists_follow_steps", "lists_legal_sums", "lists_legal_sums_narrow"]
 NAMED += ["lists_log_sums", "lists_merge", "lists_merge_done", "lists_select"]

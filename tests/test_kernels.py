@@ -72,7 +72,7 @@ def check_against_oracle(kernels: ModuleType, items: list[list[int]], most: int)
             state = host_advance(built.trie.tables.pointers, state, token)
         states.append(state | number << STATE_BITS)
     slots = torch.arange(len(nodes), device=DEVICE)
-    marks = tensor([[-1, stop, -1]] * len(nodes))
+    marks = tensor([[-1, stop, -1]] * len(nodes), torch.int32)
 
     logits = torch.randn(len(nodes), VOCABULARY + 5, device=DEVICE)
     masked = kernels.mask(arena, logits.clone(), tensor(states), marks, slots)
@@ -148,7 +148,7 @@ def masked_with_a_stop(count: int, vocabulary: int, stop: int) -> None:
     arena, (built,), (number,) = resident([[5], *([5, token] for token in range(count))], kind=None)
     state = host_advance(built.trie.tables.pointers, 0, 5) | number << STATE_BITS
     logits = torch.randn(1, vocabulary, device=DEVICE)
-    masked = triton_kernels.mask(arena, logits.clone(), tensor([state]), tensor([[-1, stop]]), tensor([0]))
+    masked = triton_kernels.mask(arena, logits.clone(), tensor([state]), tensor([[-1, stop]], torch.int32), tensor([0]))
     assert masked[0].isfinite().nonzero().flatten().tolist() == [*range(count), stop]
 
 
@@ -271,7 +271,7 @@ def test_children_are_what_a_mask_keeps(kernels: ModuleType, dtype: torch.dtype)
     walked = [host_advance(built.trie.tables.pointers, 0, token) for token in (3, 4, 66)]
     states = [0, *walked, END, END, FREE, WAITING, DEAD]
     states += [host_advance(built.trie.tables.pointers, walked[1], 7)]
-    marks = tensor([[-1, 5, 2, 69, -1]] * len(states))
+    marks = tensor([[-1, 5, 2, 69, -1]] * len(states), torch.int32)
     slots = tensor([*range(5), -1, *range(6, len(states))])
     wide = torch.randn(len(states), 2 * 68, device=DEVICE).to(dtype)
     logits = wide[:, :68]
@@ -315,7 +315,7 @@ def test_an_ended_row_is_never_empty(kernels: ModuleType) -> None:
     arena, _, (number,) = resident([[3], [3, 4]])
     logits = torch.full((2, 9), -torch.inf, device=DEVICE)
     states = tensor([END, 1 | number << STATE_BITS])
-    kernels.mask(arena, logits, states, tensor([[-1, 7, 5]] * 2), tensor([0, 1]))
+    kernels.mask(arena, logits, states, tensor([[-1, 7, 5]] * 2, torch.int32), tensor([0, 1]))
     assert legal(logits) == [[5, 7], []]
 
 
@@ -327,12 +327,13 @@ def test_a_root_with_a_million_children(kernels: ModuleType) -> None:
     arena = Arena(room_for(built), DEVICE, kernels="triton")
     state = tensor([arena.acquire(built) << STATE_BITS] * 4)
     asked = [int(children[0]), int(children[123_456]), int(children[-1]), int(np.setdiff1d(range(2000), children)[0])]
-    after = kernels.advance(arena, state, tensor(asked), None, torch.empty_like(state)).tolist()
+    marks = tensor([[-1, -1]] * 4, torch.int32)
+    after = kernels.advance(arena, state, tensor(asked), marks, torch.empty_like(state)).tolist()
     assert after == [host_advance(built.trie.tables.pointers, 0, token) for token in asked]
     assert after[0] >= TAIL
     assert after[3] == DEAD
     logits = torch.zeros(1, int(children[-1]) + 77, device=DEVICE)
-    kernels.mask(arena, logits, state[:1], tensor([[-1, -1]]), tensor([0]))
+    kernels.mask(arena, logits, state[:1], marks[:1], tensor([0]))
     assert torch.equal(logits[0].isfinite().nonzero()[:, 0].cpu(), torch.from_numpy(children))
 
 
@@ -464,7 +465,7 @@ def test_a_guess_is_always_legal(kernels: ModuleType) -> None:
     arena, _, (number,) = resident([[5, 6, 7, 8], [5, 9], [7], [7, 3]])
     out = torch.full((5, 6), -7, device=DEVICE)
     states = tensor([number << STATE_BITS, END, FREE, DEAD, WAITING])
-    kernels.forced(arena, states, tensor([[-1, 2, 1]] * 5), tensor([0, 1, 2, 3, 4]), out, True)
+    kernels.forced(arena, states, tensor([[-1, 2, 1]] * 5, torch.int32), tensor([0, 1, 2, 3, 4]), out, True)
     assert out.tolist() == [[5, 6, 7, 8, 2, 2], [2] * 6, *[[-7] * 6] * 3]
 
 

@@ -134,7 +134,8 @@ def test_kernels_follow_counted_edges_beside_stored_ones(far: int) -> None:
     asked = [(which, node, token) for which, node in random.Random(1).sample(nodes, 60) for token in range(0, 12, 2)]
     states = torch.tensor([node | numbers[which] << STATE_BITS for which, node, _ in asked], device=DEVICE)
     tokens = torch.tensor([token for *_, token in asked], device=DEVICE)
-    after = triton_kernels.advance(arena, states, tokens, None, torch.empty_like(states)).tolist()
+    marks = torch.full_like(tokens, -1, dtype=torch.int32)[:, None]
+    after = triton_kernels.advance(arena, states, tokens, marks, torch.empty_like(states)).tolist()
     expected = [
         int(advance(tables[which].pointers, node, token)) | numbers[which] << STATE_BITS for which, node, token in asked
     ]

@@ -25,14 +25,13 @@ if TYPE_CHECKING:
     from itemset.masking.arena import Arena
 
 
-def advance(arena: Arena, states: Tensor, tokens: Tensor, marks: Tensor | None, out: Tensor) -> Tensor:
+def advance(arena: Arena, states: Tensor, tokens: Tensor, marks: Tensor, out: Tensor) -> Tensor:
     """Write to out[i] the state after states[i] and one more token; DEAD if that is no token of the item and no stop.
 
-    states, out: [n] int64, may be the same. tokens: [n] integers. marks: [n, 1 + any] integers or None: the token
-    after which a WAITING row's constraint begins, then the stop tokens; -1 for none.
+    states, out: [n] int64, may be the same. tokens: [n] integers. marks: [n, 1 + any] int32, dense: the token after
+    which a WAITING row's constraint begins, then the stop tokens; -1 for none.
     """
-    table = np.full((len(states), 1), NO_TOKEN, np.int32) if marks is None else _table(marks).numpy()
-    _advance(arena.rows_at, states.numpy(), table, _integers((), tokens), out.numpy())
+    _advance(arena.rows_at, states.numpy(), marks.numpy(), _integers((), tokens), out.numpy())
     return out
 
 
@@ -44,7 +43,6 @@ def walk(arena: Arena, cells: Tensor, marks: Tensor, batch: Batch, out: Tensor) 
 
     cells: [slots + 1] int64, those of `Slots`; written. marks: [slots + 1, 1 + any] as of `advance`. out: [rows] int64.
     """
-    marks = _table(marks)  # a name: what compiled code reads must not be freed before
     _walk(_walk_of(arena, cells, marks, batch, out))
     return out
 
@@ -60,22 +58,19 @@ def mask(
 
     logits: [rows, vocabulary], any floating type, any row stride. states: [rows] int64. marks: [slots + 1, 1 + any] as
     for `advance`. slots: [rows], or [rows / rows_each] with `rows_each` as in `Batch`; -1 for none, then no stop token
-    is allowed. Raises ValueError for logits with another stride than 1 in a row.
+    is allowed. Raises ValueError for logits or states with another stride than 1 in a row.
     """
-    refuse_strides(logits=logits)
-    marks, states = _table(marks), states.contiguous()
+    refuse_strides(logits=logits, states=states)
     _mask(_mask_of(arena, logits, states, marks, slots, rows_each))
     return logits
 
 
-def step(arena: Arena, cells: Tensor, marks: Tensor, batch: Batch, out: Tensor, logits: Tensor) -> Tensor:
+def step(arena: Arena, cells: Tensor, marks: Tensor, batch: Batch, out: Tensor, logits: Tensor) -> None:
     """Do `walk`, then `mask`."""
     refuse_strides(logits=logits)  # before anything is written
-    marks = _table(marks)
     masked = _mask_of(arena, logits, out, marks, batch.slots, batch.rows_each)
     _walk(_walk_of(arena, cells, marks, batch, out))
     _mask(masked)
-    return logits
 
 
 def children(
@@ -85,8 +80,7 @@ def children(
 
     logits, states, marks, slots, rows_each: as for `mask`; the logits are not changed. width: columns of the result.
     """
-    refuse_strides(logits=logits)
-    marks, states = _table(marks), states.contiguous()
+    refuse_strides(logits=logits, states=states)
     tokens, found = marks.new_empty((len(states), width)), logits.new_empty((len(states), width))
     _children(_mask_of(arena, logits, states, marks, slots, rows_each), tokens.data_ptr(), found.data_ptr(), width)
     return tokens, found
@@ -102,17 +96,13 @@ def forced(arena: Arena, states: Tensor, marks: Tensor, slots: Tensor, out: Tens
     guess: if no token is forced, go on with a legal one: a node's first child, and again the stop token after that.
     """
     given = _integers((), slots, out)
-    _forced(arena.rows_at, states.numpy(), _table(marks).numpy(), given, out.shape[1], guess)
+    _forced(arena.rows_at, states.numpy(), marks.numpy(), given, out.shape[1], guess)
     return out
 
 
 _MINUS_INFINITY = {
     "torch.float16": 0xFC00, "torch.bfloat16": 0xFF80, "torch.float32": 0xFF800000, "torch.float64": -(1 << 52),
 }  # fmt: skip
-
-
-def _table(marks: Tensor) -> Tensor:
-    return marks if str(marks.dtype) == "torch.int32" and marks.is_contiguous() else marks.int().contiguous()
 
 
 def _integers(first: tuple[int, ...], *tensors: Tensor | None) -> NDArray[np.int64]:

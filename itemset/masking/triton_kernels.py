@@ -32,11 +32,11 @@ _STATE, _CONSUMED, _ANY_CONSUMED, _CONSUMED_MASK, _COUNT_MASK, _TREE, _COLUMNS =
 _jit = tables.jit
 
 
-def advance(arena: Arena, states: Tensor, tokens: Tensor, marks: Tensor | None, out: Tensor) -> Tensor:
+def advance(arena: Arena, states: Tensor, tokens: Tensor, marks: Tensor, out: Tensor) -> Tensor:
     refuse_strides(states=states, tokens=tokens, marks=marks, out=out)
     _advance_kernel[(len(states),)](
-        arena.words, arena.sets, states, tokens, marks, 0 if marks is None else marks.stride(0), out,
-        **_stop_lanes(marks), LANES=LANES, num_warps=WALK_WARPS,
+        arena.words, arena.sets, states, tokens, marks, marks.stride(0), out,
+        **stop_lanes(marks), LANES=LANES, num_warps=WALK_WARPS,
     )
     return out
 
@@ -56,20 +56,19 @@ def mask(
     _mask_kernel[(rows, -(-vocabulary // (chunk * chunks)))](
         arena.words, arena.sets, states, slots, rows_each, marks, marks.stride(0),
         logits, logits.stride(0), vocabulary,
-        **_stop_lanes(marks), LANES=LANES, CHUNK=chunk, CHUNKS=chunks, ALIGNED=_is_aligned(logits),
+        **stop_lanes(marks), LANES=LANES, CHUNK=chunk, CHUNKS=chunks, ALIGNED=_is_aligned(logits),
         num_warps=MASK_WARPS,
     )
     return logits
 
 
-def step(arena: Arena, cells: Tensor, marks: Tensor, batch: Batch, out: Tensor, logits: Tensor) -> Tensor:
+def step(arena: Arena, cells: Tensor, marks: Tensor, batch: Batch, out: Tensor, logits: Tensor) -> None:
     """Launch once if one program masks all of a row, else twice: every program would repeat the walk."""
     refuse_strides(logits=logits)  # before anything is written
-    if logits.shape[1] <= WHOLE:
-        _launch(arena, cells, marks, batch, out, logits)
-        return logits
-    walk(arena, cells, marks, batch, out)
-    return mask(arena, logits, out, marks, batch.slots, batch.rows_each)
+    whole = logits.shape[1] <= WHOLE
+    _launch(arena, cells, marks, batch, out, logits if whole else None)
+    if not whole:
+        mask(arena, logits, out, marks, batch.slots, batch.rows_each)
 
 
 def children(
@@ -81,7 +80,7 @@ def children(
     _children_kernel[(len(states),)](
         arena.words, arena.sets, states, slots, rows_each, marks, marks.stride(0),
         logits, logits.stride(0), logits.shape[1], tokens, found, width,
-        **_stop_lanes(marks), LANES=LANES, num_warps=WALK_WARPS,
+        **stop_lanes(marks), LANES=LANES, num_warps=WALK_WARPS,
     )
     return tokens, found
 
@@ -107,7 +106,7 @@ def _launch(arena: Arena, cells: Tensor, marks: Tensor, batch: Batch, out: Tenso
         batch.slots, batch.rows_each, batch.history, batch.history.stride(0), batch.begin, batch.end, batch.above,
         batch.tokens, 0 if batch.tokens is None else batch.tokens.stride(0), batch.positions, out,
         logits, 0 if logits is None else logits.stride(0), vocabulary,
-        BY_SLOT=batch.by_slot, LAYOUT=batch.layout, **_stop_lanes(marks), LANES=LANES, CHUNK=chunk,
+        BY_SLOT=batch.by_slot, LAYOUT=batch.layout, **stop_lanes(marks), LANES=LANES, CHUNK=chunk,
         ALIGNED=_is_aligned(logits), num_warps=WALK_WARPS if logits is None else step_warps(chunk),
     )
 
@@ -126,8 +125,8 @@ def _power_of_2(least: int) -> int:
     return 1 << max(least - 1, 0).bit_length()
 
 
-def _stop_lanes(marks: Tensor | None) -> dict[str, int]:
-    count = 0 if marks is None else marks.shape[1] - 1
+def stop_lanes(marks: Tensor) -> dict[str, int]:
+    count = marks.shape[1] - 1
     return {"STOPS": count, "STOP_LANES": _power_of_2(count)}
 
 
@@ -140,10 +139,8 @@ def _advance_kernel(
     state = tl.load(states + i)
     token = tl.load(tokens + i).to(tl.int64)
     tl.debug_barrier()  # `out` may be `states`: all threads read before one writes
-    row_marks = marks
-    if marks is not None:
-        row_marks = marks + i * marks_stride
     fields = tables.set_fields(sets, state)
+    row_marks = marks + i * marks_stride
     tl.store(out + i, tables.next_state(words, fields, state, token, row_marks, STOPS, STOP_LANES, LANES))
 
 

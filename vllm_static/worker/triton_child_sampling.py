@@ -9,7 +9,7 @@ import itemset
 from itemset.masking import triton_tables as tables
 from itemset.masking.arena import Arena, ArenaFullError
 from itemset.masking.batch import refuse_strides
-from itemset.masking.triton_kernels import LANES, _stop_lanes
+from itemset.masking.triton_kernels import LANES, stop_lanes
 from itemset.trie.walk import STATE_BITS
 
 WARPS = 4
@@ -31,7 +31,7 @@ def sample(
     sampled = torch.empty(len(states), dtype=torch.int64, device=logits.device)
     sample_kernel[(len(states),)](
         arena.words, arena.sets, states, slots, marks, marks.stride(0), logits, logits.stride(0), logits.shape[1],
-        temperatures, seeds, positions.contiguous(), sampled, **_stop_lanes(marks), LANES=LANES, FP64=fp64,
+        temperatures, seeds, positions.contiguous(), sampled, **stop_lanes(marks), LANES=LANES, FP64=fp64,
         num_warps=WARPS,
     )  # fmt: skip
     return sampled

@@ -31,19 +31,24 @@ def try_out(runner: Any, first_block: int) -> str | None:
         if reason := beam_attention.install(runner):
             return reason
         with torch.inference_mode():
-            list(_two_passes(runner, BeamKV(runner, [Prompt("", 0, 1)], first_block)))
+            kv = BeamKV(runner, [Prompt("", 0, 1)], first_block)
+            tokens = torch.zeros(2, 2, dtype=torch.int64, device=runner.device)
+            for known in (0, 1):
+                kv.fork(tokens[None, :, 0], known)
+                runner.model.compute_logits(result_of(states_after(runner, kv, tokens)).flatten(0, 1))
     except Exception as error:
         logger.warning("Passes for ranked lists do not run here.", exc_info=True)
         return f"a first pass failed: {error!r}"
     return None
 
 
-def _two_passes(runner: Any, kv: BeamKV) -> Iterator[int]:
-    tokens = torch.zeros(2, 2, dtype=torch.int64, device=runner.device)
-    for known in (0, 1):
-        kv.fork(tokens[None, :, 0], known)
-        states = yield from states_after(runner, kv, tokens)
-        runner.model.compute_logits(states.flatten(0, 1))
+def result_of(passes: Generator[int, None, Tensor]) -> Tensor:
+    """Run passes at once, whatever rows they have, and return what comes of them."""
+    while True:
+        try:
+            next(passes)
+        except StopIteration as end:
+            return end.value
 
 
 SEARCH = 1 << 29  # bytes: of a search besides, most of them the keys of children and what sorts them
@@ -66,14 +71,15 @@ def logits_room(runner: Any) -> int:
     return min(most, max(0, free // 4 - SEARCH) // max(1, each))
 
 
+def most_at_once(runner: Any, tokens: int) -> int:
+    """Return how many of these tokens' logits can be made at once: adapters' buffers hold no more than a step has."""
+    return tokens if runner.lora_config is None else min(tokens, runner.max_num_tokens)
+
+
 @torch.inference_mode()
 def run_logits(runner: Any, tokens: int) -> Tensor:
-    """Return logits of this many tokens, of no meaning: [tokens, vocabulary]. PyTorch keeps their memory for others.
-
-    With adapters, of no more than a pass has: their buffers have no room for others.
-    """
-    if runner.lora_config is not None:
-        tokens = min(tokens, runner.max_num_tokens)
+    """Return logits of no meaning, of as many tokens at once: [tokens, vocabulary]. PyTorch keeps their memory."""
+    tokens = most_at_once(runner, tokens)
     use_adapters(runner, [], np.zeros(tokens, np.intp))
     size = runner.model_config.get_hidden_size()
     hidden = torch.zeros(tokens, size, dtype=runner.dtype, device=runner.device)

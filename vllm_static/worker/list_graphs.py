@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from vllm_static.compat import logger
+from vllm_static.worker.beam_forward import result_of
 from vllm_static.worker.beam_kv import BeamKV, Prompt
 from vllm_static.worker.passes import Asked
 
@@ -41,15 +42,6 @@ def record_cuda(program: Program, pool: Any) -> Program:
         return result
 
     return replay
-
-
-def result_of(passes: Generator[int, None, Tensor]) -> Tensor:
-    """Run all passes of a list, whatever rows they have, and return its table."""
-    while True:
-        try:
-            next(passes)
-        except StopIteration as end:
-            return end.value
 
 
 def alike(table: Tensor, expected: Tensor) -> bool:
@@ -111,7 +103,6 @@ class ListGraphs:
         recorded = self._seen.pop(kind, None)
         if recorded is None or not all(map(operator.is_, recorded.of, of)):
             return self._record_as(kind, one, make, of)
-        assert one.states is not None
         tries = not recorded.tried and not torch.equal(recorded.states, one.states)
         recorded.states.copy_(one.states)
         recorded.kv.move_to(one.prompt)
@@ -132,7 +123,6 @@ class ListGraphs:
 
     def _record_as(self, kind: Any, one: Asked, make: Any, of: tuple[Any, ...]) -> Tensor:
         """Return a list's table, made pass by pass, and record these passes for the next list of its kind."""
-        assert one.states is not None
         states, device = one.states.clone(), self._runner.device
         (block,) = self._runner.block_tables.block_sizes
         prompt = Prompt(one.prompt.request, one.prompt.slot, self._blocks(one) * block)  # as long as the bucket

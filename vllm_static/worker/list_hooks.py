@@ -40,7 +40,8 @@ def install(worker: Any, room: Room) -> None:
 
 def longest_item(worker: Any) -> int:
     """Return how many tokens the longest item of the registered sets has, 0 without any. Called by the engine core."""
-    return max((one.longest for one in compat.item_sets(compat.runner_of(worker)).registered), default=0)
+    registered = compat.item_sets(compat.runner_of(worker)).catalogue.registered.values()
+    return max((one.longest for one in registered), default=0)
 
 
 @hook(f"{_PROMPTS}.compute_prompt_token_id_logprobs", when=LISTS)

@@ -8,7 +8,6 @@ states, also if the prompt takes several steps.
 
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from itemset.ranking.search import width_at
 from itemset.serving.config import StaticConfig
 from itemset.serving.wire import HEAD, MOST_LOGITS, REASONS, EngineRequest, ListSpec, NoList
 from vllm_static import compat
-from vllm_static.worker.beam_forward import kept_for_drafts, run_logits, states_after, use_adapters
+from vllm_static.worker.beam_forward import kept_for_drafts, most_at_once, run_logits, states_after, use_adapters
 from vllm_static.worker.beam_kv import BeamKV, Prompt, Room, entries_of_block
 from vllm_static.worker.list_graphs import ListGraphs
 from vllm_static.worker.masks import ItemSetProcessor
@@ -71,7 +70,8 @@ class WideLists:
     def _warm_up(self) -> None:
         """Run what lists run: without memory it fails here, on all ranks alike, and not in a step."""
         sets, head = self._sets, self._sets.head
-        drafted = [one for one in sets.registered if head is not None and one.longest <= head.levels]
+        registered = sets.catalogue.registered.values()
+        drafted = [one for one in registered if head is not None and one.longest <= head.levels]
         for item_set in drafted[:1]:
             number = sets.arena.acquire(item_set)
             for renormalised in (False, True):
@@ -87,7 +87,6 @@ class WideLists:
             warm_up(sets.arena, logits, columns=columns)
 
     def _no_states(self) -> Tensor:
-        assert self._sets.head is not None  # the front end has the same configuration
         size = self._runner.model_config.get_hidden_size()
         return torch.zeros(self._sets.head.levels + 1, size, dtype=self._runner.dtype, device=self._runner.device)
 
@@ -113,7 +112,7 @@ class WideLists:
             if (one := self.asked.get(slot)) is None:
                 continue
             start, end = int(computed[i]), int(computed[i] + batch.num_scheduled_tokens[i])
-            if one.states is not None:
+            if one.spec.placeholders:
                 last = one.prompt.tokens - len(one.states)  # the position of the prompt's last token
                 first, after = max(last, start), min(end, one.prompt.tokens)
                 if first < after:
@@ -186,7 +185,10 @@ class WideLists:
 
     def _grouped(self, lists: Sequence[Asked]) -> Iterator[list[Asked]]:
         """Lists to be made together: alike, and no more than fit."""
-        for _, alike in groupby(sorted(lists, key=lambda one: one.kind), key=lambda one: one.kind):
+        kinds = dict[Any, list[Asked]]()
+        for one in lists:
+            kinds.setdefault(one.kind, []).append(one)
+        for alike in kinds.values():
             group: list[Asked] = []
             for one in alike:
                 if group and not self._fit([*group, one]):
@@ -213,7 +215,6 @@ class WideLists:
     def _fit(self, lists: Sequence[Asked]) -> bool:
         """Return whether there is room for these lists, which are of one kind: entries and logits."""
         if lists[0].spec.placeholders:
-            assert self._sets.head is not None
             each = 4 * self._sets.head.row_size * lists[0].spec.beams
             return len(lists) == 1 or len(lists) * each <= MOST_LOGITS
         entries = len(lists) * self._passes(lists[0]).rows
@@ -228,9 +229,7 @@ class WideLists:
 
     @property
     def _most_logits(self) -> int:
-        """Of how many tokens logits are made at once. Adapters' buffers hold no more than a step has."""
-        tokens, most = self._room.tokens, self._runner.max_num_tokens
-        return tokens if self._runner.lora_config is None else min(tokens, most)
+        return most_at_once(self._runner, self._room.tokens)
 
     def _passes(self, one: Asked) -> Passes:
         """Return the passes of a list, or of a race. Tails take a token a pass, too, if these are not many, and there
@@ -254,9 +253,7 @@ class WideLists:
 
     def _draft(self, group: list[Asked]) -> Tensor:
         """Return the tables of some lists of one kind that the draft head makes, as those of `_make`."""
-        one, sets = group[0], self._sets
-        assert sets.head is not None
-        spec = one.spec
+        one, sets, spec = group[0], self._sets, group[0].spec
         options = {"width": spec.width, "k": spec.k, "renormalised": spec.renormalised, "boost": spec.boost}
         plan, numbers = sets.arena.level_plan(one.number), [one.number] * len(group)
         table = _table(sets.head.beams(sets.arena, numbers, plan, _states(group), **options))
@@ -332,7 +329,7 @@ def _columns(key: bytes, span: tuple[int, int] | None, vocabulary: int, device: 
 
 def _states(group: list[Asked]) -> Tensor:
     """Return the hidden states at the ends of the prompts: [lists, 1 or L + 1, hidden size]."""
-    return torch.stack([one.states for one in group if one.states is not None])
+    return torch.stack([one.states for one in group])
 
 
 def _table(beams: Beams) -> Tensor:

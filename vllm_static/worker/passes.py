@@ -16,18 +16,14 @@ class Asked(NamedTuple):
     prompt: Prompt  # with a draft head's placeholders; its request has no name until a step has it
     spec: ListSpec
     tables: list[Tensor]  # of the list, or of its races so far
-    # If the draft head makes it, the hidden states of its prompt's last token and its placeholders, as far as they have
-    # been computed: [L + 1, hidden size].
-    states: Tensor | None = None
+    # The hidden states of its prompt's last token, [1, hidden size], None before; if the draft head makes it, as far as
+    # they have been computed, and those of its placeholders: [L + 1, hidden size].
+    states: Any = None
 
     @property
-    def kind(self) -> tuple[Any, ...]:
+    def kind(self) -> tuple[int, ListSpec]:
         """Return what lists that are made together have in common."""
-        spec = self.spec
-        end = -1 if spec.scored_end is None else spec.scored_end
-        widths = (spec.width,) if isinstance(spec.width, int) else spec.width
-        scores = spec.renormalised, spec.k, spec.temperature, spec.boost, spec.normalise_length
-        return (spec.placeholders, self.number, widths, end, *scores)
+        return self.number, replace(self.spec, races=(0,) * len(self.spec.races))
 
     @property
     def apart(self) -> "list[Asked]":

@@ -264,7 +264,8 @@ def forms_at_the_start(llm: Any) -> int:
     llm.forms = set()
     for name in ("_walk_kernel", "_mask_kernel", "_forced_kernel", "_advance_kernel"):
         setattr(triton_kernels, name, Recorded(getattr(triton_kernels, name), llm.forms))
-    processor_of(llm)._warm_up()
+    config = llm.llm_engine.vllm_config
+    processor_of(llm)._warm_up(config.model_config, config.speculative_config.num_speculative_tokens)
     return len(llm.forms)
 
 

@@ -27,7 +27,7 @@ _NO_SET = "requests without a set"
 
 
 class ItemSetProcessor(LogitsProcessor):
-    """Model runner V2's interface (v1/worker/gpu/sample/logits_processor/interface.py) over `itemset.masking.slots`.
+    """Model runner V2's interface (v1/worker/gpu/sample/logits_processor/interface.py) over `Slots`.
 
     Made while the model is loaded, so that vLLM sizes its KV cache with what the arena leaves. Only the last pipeline
     rank samples; on the others there is no arena, and no request arrives.
@@ -48,41 +48,36 @@ class ItemSetProcessor(LogitsProcessor):
         # Of each slot the tokens of its set, as `Arena.alphabet` gives them, or why logits of all tokens are needed.
         self._alphabets: list[bytes | str] = [_NO_SET] * req_states.max_num_reqs
         self._staged: dict[int, list[int]] = {}  # slot -> length of its prompt, its set, its marks but for the padding
-        self._fp64 = bool(getattr(vllm_config.model_config, "use_fp64_gumbel", False))  # of the sampler's noise
-        speculative, self._dtype = vllm_config.speculative_config, vllm_config.model_config.dtype
-        self._drafts = 0 if speculative is None else speculative.num_speculative_tokens
         if get_pp_group().is_last_rank:
             with compat.kept_through_sleep(vllm_config):
                 self._load(StaticConfig.of(vllm_config.additional_config), vllm_config)
 
     def _load(self, config: StaticConfig, vllm_config: VllmConfig) -> None:
-        self.catalogue = catalogue = Catalogue(config)
-        self.child_sampling = compat.is_on(config.item_set_child_sampling, self._req_states.device)
-        self.arena = Arena(catalogue.arena_bytes(), self._req_states.device, kernels=config.item_set_kernels)
-        self.narrow = NarrowHead(config, self._req_states.device)
-        for item_set in catalogue.registered.values():
+        speculative, device = vllm_config.speculative_config, self._req_states.device
+        slots, count = self._req_states.max_num_reqs, 0 if speculative is None else speculative.num_speculative_tokens
+        self.catalogue = Catalogue(config)
+        self.child_sampling = compat.is_on(config.item_set_child_sampling, device)
+        self.arena = Arena(self.catalogue.arena_bytes(), device, kernels=config.item_set_kernels)
+        self.narrow = NarrowHead(config, device)
+        for item_set in self.catalogue.registered.values():
             check_tables(item_set)
             self.arena.acquire(item_set)
-        slots, rows = self._req_states.max_num_reqs, vllm_config.scheduler_config.max_num_seqs * (1 + self._drafts)
+        rows = vllm_config.scheduler_config.max_num_seqs * (1 + count)
         self._slots = Slots(self.arena, slots, max_rows=rows, max_stop_tokens=MAX_STOP_TOKENS)
         self.head: Any = None  # a DraftHead
         if config.item_set_draft_head is not None:
             from itemset.draft_head.head import DraftHead
 
-            self.head = DraftHead.load(config.item_set_draft_head, self.arena.device)
+            self.head = DraftHead.load(config.item_set_draft_head, device)
         # [max_num_reqs] each slot's prompt length; vLLM's own moves to another address, which no CUDA graph would see.
-        self._begin = torch.zeros(slots, dtype=torch.int32, device=self._req_states.device)
-        if vllm_config.speculative_config is not None:
+        self._begin = torch.zeros(slots, dtype=torch.int32, device=device)
+        if speculative is not None:
             from vllm_static.worker import drafts
 
-            drafts.install(self, vllm_config.speculative_config, forced=config.forced_drafts)
-        self._warm_up()
+            drafts.install(self, speculative, forced=config.forced_drafts)
+        self._warm_up(vllm_config.model_config, count)
         sizes = (f"{count:,}" for count in (self.arena.plan.nbytes, self.arena.plan.used))
-        logger.info("Item sets on %s: %s bytes, of which the registered sets take %s", self.arena.device, *sizes)
-
-    @property
-    def registered(self) -> list[itemset.ItemSet]:
-        return list(self.catalogue.registered.values())
+        logger.info("Item sets on %s: %s bytes, of which the registered sets take %s", device, *sizes)
 
     def constrained(self, slots: np.ndarray) -> bool:
         return bool((self.are_lists[slots] | (self._numbers[slots] != NO_SET)).any())
@@ -215,27 +210,28 @@ class ItemSetProcessor(LogitsProcessor):
         states = self._req_states
         return Batch(slots, states.all_token_ids.gpu, self._begin, states.total_len.gpu, **layout)
 
-    def _warm_up(self) -> None:
+    def _warm_up(self, model_config: Any, drafts: int) -> None:
         """Compile the kernels now, and the check of a set's tables: a first request should not wait for them."""
         device, vocabulary = self._req_states.device, self._req_states.vocab_size
         with contextlib.suppress(ArenaFullError):
             self.arena.release(self.arena.acquire(itemset.build([[0, 0, 1], [0, 1]])))
         slot = torch.zeros(1, dtype=torch.int64, device=device)  # and whatever else is one integer
         batch = self._batch(slot, above=slot.int(), tokens=slot.int(), positions=slot)
-        for dtype in {self._dtype, torch.float32}:  # the model's logits, and copies of them
+        for dtype in {model_config.dtype, torch.float32}:  # the model's logits, and copies of them
             for stride in {vocabulary, vocabulary + -vocabulary % _PADDING}:
                 logits = torch.zeros(1, stride, dtype=dtype, device=device)[:, :vocabulary]
                 self._slots.step(batch, logits)
                 self._slots.mask(self._slots.walk(batch), slot, logits)  # as `weigh`
-        logits = torch.zeros(1, vocabulary, dtype=self._dtype, device=device)
+        logits = torch.zeros(1, vocabulary, dtype=model_config.dtype, device=device)
         if self.child_sampling:
             from vllm_static.worker.triton_child_sampling import is_as_masked
 
-            self.child_sampling = is_as_masked(self.arena, self._slots.marks, logits, fp64=self._fp64)
+            given = self.arena, self._slots.marks, logits
+            self.child_sampling = is_as_masked(*given, fp64=model_config.use_fp64_gumbel)
             if not self.child_sampling:
                 logger.warning("Answers are sampled from masked logits: without a mask other tokens were sampled")
-        if self._drafts:  # as `force_drafts` and `mask_drafts`
+        if drafts:  # as `force_drafts` and `mask_drafts`
             states = self._slots.walk(self._batch(slot))
-            proposed = torch.zeros(1, self._drafts, dtype=torch.int64, device=device)
+            proposed = torch.zeros(1, drafts, dtype=torch.int64, device=device)
             self._slots.forced(states, slot, proposed, guess=True)
             self.mask_drafts(logits, slot, slot, proposed)

@@ -133,7 +133,7 @@ class Compared(Slots):
         cells, more = (self.cells.to(device, copy=True) for _ in range(2))
         kernels.walk(arena, cells, marks, batch, states)
         kernels.mask(arena, masked.copy_(logits), states, marks, batch.slots)
-        kernels.step(arena, more, marks, batch, again, stepped.copy_(logits))
+        kernels.walk(arena, more, marks, batch, again, stepped.copy_(logits))
         kernels.forced(arena, states, marks, batch.slots, ahead)
         marks = marks[batch.slots.long()]
         kernels.advance(arena, states, masked.argmax(1), marks, legal)

@@ -154,7 +154,7 @@ def test_golden_calls_hold_in_the_interpreter_and_a_difference_is_a_row(golden: 
     rows: list[dict[str, Any]] = []
     gpu_golden.replay(golden, "cpu", rows.append, graph=False, every=2)
     assert {row["kernel"] for row in rows} == {
-        "walk", "mask", "step", "forced", "advance", "log_sums", "legal_sums", "ended", "best", "follow", "merge",
+        "walk", "mask", "forced", "advance", "log_sums", "legal_sums", "ended", "best", "follow", "merge",
         "add_own",
     }  # fmt: skip
     assert [row for row in rows if not row["ok"]] == []

@@ -209,8 +209,7 @@ def test_the_checks_for_a_gpu_compare_no_memory_that_nothing_wrote(monkeypatch: 
 STEP = ["cells", "marks", "slots", "history", "begin", "end", "above", "tokens", "positions", "out"]
 READ = {
     "advance": ["states", "tokens", "marks", "out"],
-    "walk": STEP,
-    "step": [*STEP, "logits"],
+    "walk": [*STEP, "logits"],
     "mask": ["logits", "states", "marks", "slots"],
     "forced": ["states", "marks", "slots", "out"],
     "children": ["logits", "states", "marks", "slots"],
@@ -229,10 +228,9 @@ def test_tensors_of_another_stride_are_refused(kernel: str, strided: str) -> Non
     given[strided] = torch.stack([given[strided]] * 2, -1)[..., 0]
     before = {name: value.clone() for name, value in given.items()}
     launch = getattr(triton_kernels, kernel)
-    if kernel in ("walk", "step"):
+    if kernel == "walk":
         parts = {name: given[name] for name in batch._fields if name in given}
-        arguments = [given["cells"], given["marks"], batch._replace(**parts), given["out"]]
-        arguments += [given["logits"]] if kernel == "step" else []
+        arguments = [given["cells"], given["marks"], batch._replace(**parts), given["out"], given["logits"]]
     else:
         arguments = [given[name] for name in READ[kernel]] + ([None, 3] if kernel == "children" else [])
     with pytest.raises(ValueError, match=f"^{strided} has a stride of 2"):

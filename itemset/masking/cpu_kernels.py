@@ -1,4 +1,4 @@
-"""The kernels in Numba, for CPUs: advance, walk, mask, step, children and forced, as `slots.Slots` calls them.
+"""The kernels in Numba, for CPUs: advance, walk, mask, children and forced, as `slots.Slots` calls them.
 
 `triton_kernels` has the same functions with the same arguments and results. Here a set's tables are read where they
 lie: compiled loops take the address of its row of integers (`batch.table_row`), and a tensor's address and strides.
@@ -35,15 +35,19 @@ def advance(arena: Arena, states: Tensor, tokens: Tensor, marks: Tensor, out: Te
     return out
 
 
-def walk(arena: Arena, cells: Tensor, marks: Tensor, batch: Batch, out: Tensor) -> Tensor:
+def walk(arena: Arena, cells: Tensor, marks: Tensor, batch: Batch, out: Tensor, logits: Tensor | None = None) -> Tensor:
     """Take what each request has committed since the last call, and write the state of each logits row to `out`.
 
     A row's state is its request's after the row's own drafts: DEAD if they leave the set, END if committed tokens have
     left it, as then only the end of the request is right, and FREE if the row has no slot.
 
     cells: [slots + 1] int64, those of `Slots`; written. marks: [slots + 1, 1 + any] as of `advance`. out: [rows] int64.
+    logits: if given, those to `mask` by these states.
     """
+    refuse_strides(logits=logits)  # before anything is written
     _walk(_walk_of(arena, cells, marks, batch, out))
+    if logits is not None:
+        _mask(_mask_of(arena, logits, out, marks, batch.slots, batch.rows_each))
     return out
 
 
@@ -63,14 +67,6 @@ def mask(
     refuse_strides(logits=logits, states=states)
     _mask(_mask_of(arena, logits, states, marks, slots, rows_each))
     return logits
-
-
-def step(arena: Arena, cells: Tensor, marks: Tensor, batch: Batch, out: Tensor, logits: Tensor) -> None:
-    """Do `walk`, then `mask`."""
-    refuse_strides(logits=logits)  # before anything is written
-    masked = _mask_of(arena, logits, out, marks, batch.slots, batch.rows_each)
-    _walk(_walk_of(arena, cells, marks, batch, out))
-    _mask(masked)
 
 
 def children(

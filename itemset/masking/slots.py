@@ -98,7 +98,7 @@ class Slots:
 
     def step(self, batch: Batch, logits: Tensor) -> None:
         """Take the committed tokens, and set to -inf in place what may not follow in the logits, [rows, vocabulary]."""
-        self.arena.kernels.step(self.arena, self.cells, self.marks, batch, self._out(batch), logits)
+        self.arena.kernels.walk(self.arena, self.cells, self.marks, batch, self._out(batch), logits)
 
     def children(self, batch: Batch, logits: Tensor, width: int) -> Children:
         """Take the committed tokens, and return what may follow each row with its logits, which stay as they are.
@@ -111,8 +111,8 @@ class Slots:
         logits: [rows, vocabulary]. width: the most that may follow a row, `arena.level_plan(number).children(level, 1)`
         at a level, at least 1, and its stop tokens. More are omitted. A row that nothing constrains has no children.
         """
-        given = self.arena, logits, self.walk(batch), self.marks, batch.slots, batch.rows_each
-        return Children(*self.arena.kernels.children(*given, width))
+        given = logits, self.walk(batch), self.marks, batch.slots, batch.rows_each, width
+        return Children(*self.arena.kernels.children(self.arena, *given))
 
     def _out(self, batch: Batch) -> Tensor:
         rows, most = batch.rows, self.row_states.shape[0]

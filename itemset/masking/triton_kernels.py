@@ -1,12 +1,9 @@
-"""The kernels in Triton, for accelerators. `cpu_kernels` says what they do and describes their arguments.
+"""The kernels in Triton, for accelerators: `cpu_kernels` says what they do, and describes their arguments.
 
-The kernels take a stride of 1 in the last dimension of every tensor; each function raises ValueError for another. It
-makes no contiguous copy: a recorded graph would read the copy again, and what is written to a copy is lost.
-
-A program walks a row, or masks some chunks of its logits. A row costs what its children cost, LANES at a time. Nothing
-is allocated or read back, and no launch depends on what a tensor holds: each can be captured in a CUDA graph.
+Each function raises ValueError for a tensor with another stride than 1 in its last dimension. A contiguous copy would
+be no help: a recorded graph would read it again, and what is written to it is lost. No launch depends on what a tensor
+holds: each can be captured in a CUDA graph.
 """
-
 
 import torch
 import triton
@@ -17,9 +14,9 @@ from itemset.masking import batch as batch_module
 from itemset.masking import triton_tables as tables
 from itemset.masking.arena import Arena
 from itemset.masking.batch import Batch, refuse_strides
-from itemset.masking.triton_spans import NEAR, mask_span, row_of
+from itemset.masking.triton_spans import NEAR, mask_span
 
-LANES = 256  # labels of a node that are compared at once
+LANES = 256  # labels of a node that are compared at once: a row costs what its children cost
 WHOLE = 4096  # a row of no more logits than this is walked and masked in one launch
 STORED = 4096  # bytes of logits that are masked at once: 16 of each thread
 SPAN = 1 << 15  # logits that one program masks
@@ -29,7 +26,6 @@ _STATE, _CONSUMED, _ANY_CONSUMED, _CONSUMED_MASK, _COUNT_MASK, _TREE, _COLUMNS =
     batch_module, "STATE CONSUMED ANY_CONSUMED CONSUMED_MASK COUNT_MASK TREE COLUMNS"
 )
 # A batch's tensors are single arguments: Triton 3.7 specializes all elements of a tuple, whatever `jit` says.
-_jit = tables.jit
 
 
 def advance(arena: Arena, states: Tensor, tokens: Tensor, marks: Tensor, out: Tensor) -> Tensor:
@@ -41,8 +37,27 @@ def advance(arena: Arena, states: Tensor, tokens: Tensor, marks: Tensor, out: Te
     return out
 
 
-def walk(arena: Arena, cells: Tensor, marks: Tensor, batch: Batch, out: Tensor) -> Tensor:
-    _launch(arena, cells, marks, batch, out, None)
+def walk(
+    arena: Arena, cells: Tensor, marks: Tensor, batch: Batch, out: Tensor, logits: Tensor | None = None
+) -> Tensor:
+    """Launch once, but twice if several programs mask a row: each of them would repeat the walk."""
+    refuse_strides(
+        slots=batch.slots, history=batch.history, begin=batch.begin, end=batch.end, above=batch.above,
+        tokens=batch.tokens, positions=batch.positions, cells=cells, marks=marks, out=out, logits=logits,
+    )
+    masked = logits if logits is not None and logits.shape[1] <= WHOLE else None
+    vocabulary = 0 if masked is None else masked.shape[1]
+    chunk = max(_power_of_2(vocabulary), NEAR.value)
+    _walk_kernel[(batch.rows,)](
+        arena.words, arena.sets, cells, marks, marks.stride(0),
+        batch.slots, batch.rows_each, batch.history, batch.history.stride(0), batch.begin, batch.end, batch.above,
+        batch.tokens, 0 if batch.tokens is None else batch.tokens.stride(0), batch.positions, out,
+        masked, 0 if masked is None else masked.stride(0), vocabulary,
+        BY_SLOT=batch.by_slot, LAYOUT=batch.layout, **stop_lanes(marks), LANES=LANES, CHUNK=chunk,
+        ALIGNED=_is_aligned(masked), num_warps=WALK_WARPS if masked is None else step_warps(chunk),
+    )
+    if logits is not None and masked is None:
+        mask(arena, logits, out, marks, batch.slots, batch.rows_each)
     return out
 
 
@@ -60,15 +75,6 @@ def mask(
         num_warps=MASK_WARPS,
     )
     return logits
-
-
-def step(arena: Arena, cells: Tensor, marks: Tensor, batch: Batch, out: Tensor, logits: Tensor) -> None:
-    """Launch once if one program masks all of a row, else twice: every program would repeat the walk."""
-    refuse_strides(logits=logits)  # before anything is written
-    whole = logits.shape[1] <= WHOLE
-    _launch(arena, cells, marks, batch, out, logits if whole else None)
-    if not whole:
-        mask(arena, logits, out, marks, batch.slots, batch.rows_each)
 
 
 def children(
@@ -94,23 +100,6 @@ def forced(arena: Arena, states: Tensor, marks: Tensor, slots: Tensor, out: Tens
     return out
 
 
-def _launch(arena: Arena, cells: Tensor, marks: Tensor, batch: Batch, out: Tensor, logits: Tensor | None) -> None:
-    refuse_strides(
-        slots=batch.slots, history=batch.history, begin=batch.begin, end=batch.end, above=batch.above,
-        tokens=batch.tokens, positions=batch.positions, cells=cells, marks=marks, out=out, logits=logits,
-    )
-    vocabulary = 0 if logits is None else logits.shape[1]
-    chunk = max(_power_of_2(vocabulary), NEAR.value)
-    _walk_kernel[(batch.rows,)](
-        arena.words, arena.sets, cells, marks, marks.stride(0),
-        batch.slots, batch.rows_each, batch.history, batch.history.stride(0), batch.begin, batch.end, batch.above,
-        batch.tokens, 0 if batch.tokens is None else batch.tokens.stride(0), batch.positions, out,
-        logits, 0 if logits is None else logits.stride(0), vocabulary,
-        BY_SLOT=batch.by_slot, LAYOUT=batch.layout, **stop_lanes(marks), LANES=LANES, CHUNK=chunk,
-        ALIGNED=_is_aligned(logits), num_warps=WALK_WARPS if logits is None else step_warps(chunk),
-    )
-
-
 def step_warps(chunk: int) -> int:
     """Return the number of warps, with which hardly a register spills: at 1,024 logits 8 bytes a thread (sm_90)."""
     return min(max(chunk // 512, 1), MASK_WARPS)
@@ -130,7 +119,7 @@ def stop_lanes(marks: Tensor) -> dict[str, int]:
     return {"STOPS": count, "STOP_LANES": _power_of_2(count)}
 
 
-@_jit
+@tables.jit
 def _advance_kernel(
     words, sets, states, tokens, marks, marks_stride, out,
     STOPS: tl.constexpr, STOP_LANES: tl.constexpr, LANES: tl.constexpr,
@@ -144,7 +133,7 @@ def _advance_kernel(
     tl.store(out + i, tables.next_state(words, fields, state, token, row_marks, STOPS, STOP_LANES, LANES))
 
 
-@_jit
+@tables.jit
 def _walk_kernel(
     words, sets, cells, marks, marks_stride,
     slots, rows_each, history, history_stride, begins, ends, above, tokens, tokens_stride, positions, out,
@@ -203,11 +192,11 @@ def _walk_kernel(
                     state = tables.next_state(words, fields, state, token, row_marks, STOPS, STOP_LANES, LANES)
         tl.store(out + row, state)
         if logits is not None:
-            mask_span(words, sets, fields, state, row_marks, True, row_of(logits, row * logits_stride, ALIGNED),
-                        0, vocabulary, STOPS, STOP_LANES, LANES, CHUNK)
+            mask_span(words, sets, fields, state, row_marks, True, logits, row * logits_stride, 0, vocabulary,
+                        STOPS, STOP_LANES, LANES, CHUNK, ALIGNED)
 
 
-@_jit
+@tables.jit
 def _mask_kernel(
     words, sets, states, slots, rows_each, marks, marks_stride, logits, logits_stride, vocabulary,
     STOPS: tl.constexpr, STOP_LANES: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
@@ -219,12 +208,12 @@ def _mask_kernel(
     low = tl.program_id(1) * (CHUNK * CHUNKS)
     mask_span(
         words, sets, tables.set_fields(sets, state), state, marks + tl.maximum(slot, 0) * marks_stride, slot >= 0,
-        row_of(logits, row * logits_stride, ALIGNED), low, tl.minimum(low + CHUNK * CHUNKS, vocabulary),
-        STOPS, STOP_LANES, LANES, CHUNK,
+        logits, row * logits_stride, low, tl.minimum(low + CHUNK * CHUNKS, vocabulary),
+        STOPS, STOP_LANES, LANES, CHUNK, ALIGNED,
     )
 
 
-@_jit
+@tables.jit
 def _children_kernel(
     words, sets, states, slots, rows_each, marks, marks_stride, logits, logits_stride, vocabulary, tokens, found, width,
     STOPS: tl.constexpr, STOP_LANES: tl.constexpr, LANES: tl.constexpr,
@@ -270,7 +259,7 @@ def _list(label, stays, logits, vocabulary, count, tokens, found, width, ended):
     return count + tl.sum(stays.to(tl.int64), 0)
 
 
-@_jit
+@tables.jit
 def _forced_kernel(
     words, sets, states, slots, marks, marks_stride, out, out_stride, columns,
     GUESS: tl.constexpr, LANES: tl.constexpr,

@@ -10,16 +10,14 @@ _NEAR_BITS = tl.constexpr((1 << 16) - 1)
 
 
 @triton.jit
-def row_of(logits, offset, ALIGNED: tl.constexpr):
-    row = logits + offset
-    return tl.multiple_of(row, 16) if ALIGNED else row
-
-
-@triton.jit
 def mask_span(
-    words, sets, fields, state, row_marks, has_marks, logits, low, high,
-    STOPS: tl.constexpr, STOP_LANES: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr,
+    words, sets, fields, state, row_marks, has_marks, logits, offset, low, high,
+    STOPS: tl.constexpr, STOP_LANES: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr, ALIGNED: tl.constexpr,
 ):
+    """Mask the logits from `low` to `high` of the row that begins at `offset`."""
+    logits += offset
+    if ALIGNED:
+        logits = tl.multiple_of(logits, 16)
     local = state & tables.LOCAL
     if (local < tables.WAITING) | (local >= tables.END):
         ended = local == tables.END

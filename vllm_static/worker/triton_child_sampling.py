@@ -14,7 +14,6 @@ from itemset.trie.walk import STATE_BITS
 
 WARPS = 4
 TRIED = 500  # tokens of the trial
-_jit = tables.jit
 
 
 def sample(
@@ -61,7 +60,7 @@ def is_as_masked(arena: Arena, marks: Tensor, like: Tensor, *, fp64: bool) -> bo
     return same
 
 
-@_jit
+@tables.jit
 def sample_kernel(
     words, sets, states, slots, marks, marks_stride, logits, logits_stride, vocabulary, temperatures, seeds, positions,
     sampled, STOPS: tl.constexpr, STOP_LANES: tl.constexpr, LANES: tl.constexpr, FP64: tl.constexpr,

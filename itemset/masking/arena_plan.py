@@ -103,28 +103,21 @@ class Plan:
         """Of views whose whole sets are not among these digests, the workers have forgotten what they were given."""
         with self._lock:
             for resident in self._residents.values():
-                whole = resident
-                while whole.base is not None:
-                    whole = whole.base
-                resident.sent = resident.sent and (whole is resident or whole.digest in open_sets)
+                if resident.below and self._by_number[resident.below[0][0]].digest not in open_sets:
+                    resident.sent = False
 
     @property
     def used(self) -> int:
         """Bytes taken by sets that are in use."""
         return sum(resident.nbytes for resident in self.residents if resident.users)
 
-    @property
-    def _holes(self) -> list[tuple[int, int]]:
-        pieces = sorted((resident.start, resident.nbytes) for resident in self._residents.values())
-        ends = [0, *map(sum, pieces)]
-        return [(end, at - end) for end, (at, _) in zip(ends, [*pieces, (self.nbytes, 0)], strict=True) if at > end]
-
     def _take(self, nbytes: int) -> int:
         """Find a free piece and return its start. Forgets unused sets for it, the one unused longest first."""
         while True:
-            fitting = [hole for hole in self._holes if hole[1] >= nbytes]
+            free = free_pieces(((one.start, one.nbytes) for one in self._residents.values()), self.nbytes)
+            fitting = [piece for piece in free if piece[1] >= nbytes]
             if fitting and self._free_numbers:
-                return min(fitting, key=lambda hole: hole[1])[0]
+                return min(fitting, key=lambda piece: piece[1])[0]
             unused = next((resident for resident in self._residents.values() if not resident.users), None)
             if unused is None:
                 break
@@ -132,16 +125,22 @@ class Plan:
             if unused.base is not None:
                 self._release(unused.base)
             self._free_numbers.append(unused.number)
-        sets, holes = f"{len(self._residents):,} sets are in use, of {self.nbytes:,} bytes", [n for _, n in self._holes]
+        sets, sizes = f"{len(self._residents):,} sets are in use, of {self.nbytes:,} bytes", [size for _, size in free]
         if not self._free_numbers:
             raise ArenaFullError(
                 f"the arena is full: {sets}, and it was made for no more of them. Make it for more sets"
             )
-        largest, free = max(holes, default=0), sum(holes)
         raise ArenaFullError(
-            f"the arena is full: the set takes {nbytes:,} bytes, {nbytes - largest:,} more than are free in one piece "
-            f"({free:,} are free in all; {sets}). Make the arena larger, or wait until requests end"
+            f"the arena is full: the set takes {nbytes:,} bytes, {nbytes - max(sizes, default=0):,} more than are free "
+            f"in one piece ({sum(sizes):,} are free in all; {sets}). Make the arena larger, or wait until requests end"
         )
+
+
+def free_pieces(taken: Iterable[tuple[int, int]], end: int) -> list[tuple[int, int]]:
+    """Return start and size of each free piece of a memory that ends there. taken: those of all others."""
+    pieces = sorted(taken)
+    ends = [0, *map(sum, pieces)]
+    return [(before, at - before) for before, (at, _) in zip(ends, [*pieces, (end, 0)], strict=True) if at > before]
 
 
 Piece = tuple[int, int]  # number and start of a set

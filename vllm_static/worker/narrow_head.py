@@ -4,9 +4,9 @@ Model and `LogitsProcessor` run as ever, but for the product of hidden states an
 rows only. What follows, such as scale and soft cap, is the same for every logit: a trial finds models that do more.
 """
 
-import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from vllm.distributed import get_tp_group
 
+from itemset.masking.arena_plan import free_pieces
 from itemset.ranking.beams import Beams
 from itemset.serving.config import StaticConfig
 from vllm_static import compat
@@ -59,7 +60,7 @@ class NarrowHead:
         size = config.item_set_head_memory if self.copies else min(config.item_set_head_memory, ROOM)
         size = 0 if self.why_not else size
         self._memory = torch.empty(size, dtype=torch.uint8, device=device)
-        self.forced = chosen == "on"  # whether also answers of larger alphabets
+        self._share_of_answers = SHARE if chosen == "on" else AUTO_SHARE
         self.steps: Counter[str] = Counter()  # of sampling: NARROW, or why logits of all tokens were computed
         self._alphabets: dict[bytes, Alphabet] = {}  # what was used last stands last
         self._runner: Any = None
@@ -108,30 +109,25 @@ class NarrowHead:
 
     def of_list(self, key: bytes) -> Alphabet | None:
         """Return the alphabet of a renormalised list's passes, if it makes the product smaller."""
-        refused = self.why_not is not None or self._large(key, SHARE) or self._apart(key)
-        return None if refused else self.alphabet(key)
-
-    def _apart(self, key: bytes) -> bool:
-        """Return whether rows of the head would have to be copied, and are not. The same on all ranks."""
-        return not self.copies and _runs(key) > MOST_RUNS
-
-    def _large(self, key: bytes, share: int) -> bool:
-        return bool(share * len(key) // 8 > self._runner.vocab_size)
+        found = self._of(key, SHARE)
+        return found if isinstance(found, Alphabet) else None
 
     def of_answers(self, key: bytes | str) -> Alphabet | str:
         """Return the alphabet of a step's rows, or why there is none. key: of all rows, or already a reason."""
-        if isinstance(key, str):
-            return key
-        if self._large(key, SHARE if self.forced else AUTO_SHARE):
+        return key if isinstance(key, str) else self._of(key, self._share_of_answers)
+
+    def _of(self, key: bytes, share: int) -> Alphabet | str:
+        """Return the alphabet of these tokens, or why there is none: the same on all ranks."""
+        if self.why_not is not None:
+            return self.why_not
+        if share * len(key) // 8 > self._runner.vocab_size:
             return "an alphabet too large"
-        if self._apart(key):
+        if not self.copies and _runs(key) > MOST_RUNS:
             return "rows of the head that lie apart"
         return self.alphabet(key) or "item_set_head_memory has no room"
 
     def alphabet(self, key: bytes) -> Alphabet | None:
         """Return the alphabet of these tokens, as of `Arena.alphabet`; None if there is no room for it."""
-        if self.why_not is not None:
-            return None
         made = self._alphabets.pop(key, None) or self._make(np.frombuffer(key, np.int64))
         if made is not None:
             self._alphabets[key] = made
@@ -150,14 +146,12 @@ class NarrowHead:
         # As many bytes on each rank, so that all have room or none has.
         copied_rows = each if any(_runs(one.tobytes()) > MOST_RUNS for one in of_ranks) else 0
         sizes = (len(tokens) * 8, each * 8, size * 4, copied_rows * weight[0].nbytes)
-        piece = self._piece(sum(-(-nbytes // 16) * 16 for nbytes in sizes))
-        if piece is None:
+        room = [-(-nbytes // 16) * 16 for nbytes in sizes]
+        if (piece := self._piece(sum(room))) is None:
             return None
-        parts, at = [], piece.start
-        for nbytes, dtype in zip(sizes, (torch.int64, torch.int64, torch.int32, weight.dtype), strict=True):
-            parts.append(self._memory[at : at + nbytes].view(dtype))
-            at += -(-nbytes // 16) * 16
-        own_tokens, own, columns, gathered = parts
+        types = torch.int64, torch.int64, torch.int32, weight.dtype
+        parts = zip(self._memory[piece].split(room), sizes, types, strict=True)
+        own_tokens, own, columns, gathered = (part[:nbytes].view(dtype) for part, nbytes, dtype in parts)
         own = own[: len(own_np)]
         own_tokens.copy_(compat.to_device(tokens, device))
         own.copy_(compat.to_device(own_np, device))
@@ -172,11 +166,10 @@ class NarrowHead:
     def _piece(self, nbytes: int) -> slice | None:
         """Return a free piece of the memory. Forgets for it what was used longest ago."""
         while nbytes <= len(self._memory):
-            taken = sorted((one.piece.start, one.piece.stop) for one in self._alphabets.values())
-            ends = [0, *(stop for _, stop in taken)]
-            for free, (next_taken, _) in zip(ends, [*taken, (len(self._memory), 0)], strict=True):
-                if free + nbytes <= next_taken:
-                    return slice(free, free + nbytes)
+            taken = ((one.piece.start, one.piece.stop - one.piece.start) for one in self._alphabets.values())
+            for start, free in free_pieces(taken, len(self._memory)):
+                if free >= nbytes:
+                    return slice(start, start + nbytes)
             del self._alphabets[next(iter(self._alphabets))]
         return None
 
@@ -185,8 +178,7 @@ class NarrowHead:
         with self.only(alphabet):
             return self._runner.model.compute_logits(hidden)
 
-    @contextlib.contextmanager
-    def only(self, alphabet: Alphabet, *, spread: bool = False, clear: bool = False) -> Iterator[None]:
+    def only(self, alphabet: Alphabet, *, spread: bool = False, clear: bool = False) -> AbstractContextManager[None]:
         """While this is entered, the model's logits are those of an alphabet. spread: each in its token's place, among
         others of any value, for a mask. clear: these are 0."""
 
@@ -208,10 +200,9 @@ class NarrowHead:
                 logits = logits.index_select(1, alphabet.columns[alphabet.tokens])
             return wide.index_copy_(1, alphabet.tokens, logits)
 
-        with reading(product):
-            yield
+        return reading(product)
 
-    def of_nobody(self) -> contextlib.AbstractContextManager[None]:
+    def of_nobody(self) -> AbstractContextManager[None]:
         """While this is entered, the model's logits are those of a few tokens, other ones on each rank."""
         return reading(partial(_product_of, slice(0, _TRIED)))
 

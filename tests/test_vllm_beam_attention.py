@@ -81,7 +81,7 @@ def test_a_layer_launches_flash_attention_and_one_kernel_of_ours(monkeypatch: py
     from vllm.v1.attention.backends import fa_utils
 
     from vllm_static.worker import beam_attention, triton_attention
-    from vllm_static.worker.beam_kv import BeamMetadata, PromptPart
+    from vllm_static.worker.beam_kv import BeamMetadata
 
     launched: list[str] = []
 
@@ -109,8 +109,8 @@ def test_a_layer_launches_flash_attention_and_one_kernel_of_ours(monkeypatch: py
     query, output = torch.randn(6, 4, 64), torch.randn(8, 4, 64)[:6]
     new, cache, sums = (torch.randn(6, 2, 64), torch.randn(6, 2, 64)), torch.zeros(4, 2, 16, 128), torch.zeros(4, 6)
     numbers = torch.arange(8)
-    part = PromptPart(numbers[:2].int(), numbers[1:2].int(), numbers[None, :1].int(), [(0, 6, 1)], 6, 1)
-    beams = BeamMetadata(numbers[:6].view(2, 3), numbers[:4].view(2, 2), numbers[:2], part, 3)
+    prompt = numbers[:2].int(), numbers[1:2].int(), numbers[None, :1].int(), [(0, 6, 1)], 6, 1
+    beams = BeamMetadata(numbers[:6].view(2, 3), numbers[:4].view(2, 2), numbers[:2], 3, *prompt)
     monkeypatch.setattr(fa_utils, "flash_attn_varlen_func", flash, raising=False)
     monkeypatch.setattr(triton_attention, "add_own", add_own)
     with Operations():
@@ -238,7 +238,7 @@ def by_graphs(
     a replay runs the recorded program again: on the buffers that it reads, with the constants that it has. fails:
     "at once" if none can be recorded, "later" if a replay gives the list that was recorded, whatever the prompt.
     boost: by which the lists are steered."""
-    from vllm_static.worker.list_graphs import ListGraphs
+    from vllm_static.worker import list_graphs
 
     lists, recorded, replayed = runner_of(llm).prompt_logprobs_worker.static_lists, 0, 0
 
@@ -259,8 +259,12 @@ def by_graphs(
 
         return replay
 
-    given = {"narrow": False, "graphs": ListGraphs(runner_of(llm), lists._first_block, record)}
-    with mock.patch.multiple(lists, **given, _rows_a_step=most_rows or lists._rows_a_step):
+    given = {"narrow": False, "graphs": list_graphs.ListGraphs(runner_of(llm), lists._first_block)}
+    rows_a_step = most_rows or lists._rows_a_step
+    with (
+        mock.patch.multiple(lists, **given, _rows_a_step=rows_a_step),
+        mock.patch.object(list_graphs, "record", record),
+    ):
         if boost is not None:
             found = [boosted(llm, name, boost, length) for length in lengths]
         else:

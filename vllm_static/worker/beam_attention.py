@@ -1,9 +1,8 @@
 """Attention of passes whose rows branch off prompts: each prompt's KV is read once for all of its rows.
 
-A layer's attention runs in two parts: all rows of a prompt as one sequence over the prompt, without a causal mask,
-since every row comes after it, with its log-sum-exp; then each row over its own tokens, which lie apart (`beam_kv`).
-The layers know such a pass by its metadata, of a type of its own: any other step goes to the backend's own `forward`,
-untouched. Recorded full CUDA graphs hold that one, so such a pass is in none of them.
+A layer's attention runs in two parts: all rows of a prompt as one sequence over the prompt, without a causal mask, with
+its log-sum-exp; then each row over its own tokens, which lie apart (`beam_kv`). The layers know such a pass by its
+metadata, of a type of its own. Any other step, and so a full CUDA graph, has the backend's own `forward`, untouched.
 """
 
 import math
@@ -18,7 +17,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.platforms import current_platform
 
 from itemset.serving.config import StaticConfig
-from vllm_static.worker.beam_kv import BeamMetadata, PromptPart
+from vllm_static.worker.beam_kv import BeamMetadata
 
 SEGMENTS = 8  # in which programs of Triton's kernel go through a prompt, if there are few queries
 MANY = 1 << 13  # queries times heads: this many fill a GPU with programs as they are
@@ -129,11 +128,10 @@ def add_own(
     ancestors: Tensor, scale: float, cap: float,
 ) -> None:  # fmt: skip
     """Add what each row's own tokens are to its queries, and keep the KV of each row's first token.
-    output: [tokens, heads, size], the attention over the prompts, which is overwritten. sums: [heads, tokens] float32,
 
-    its log-sum-exp. query: [tokens, heads, size]. new: keys and values of these tokens, each [tokens, KV heads, size].
-    own: [any, KV heads, 2 x size], keys first. entries: [rows] int64, where in it the first tokens' go. ancestors:
-    [rows, known] int64; tokens are rows by rows. cap: of scores, 0 for none.
+    output: [tokens, heads, size], the attention over the prompts, which is overwritten. sums: [heads, tokens] float32,
+    its log-sum-exp. query, new: as of `attend`. own: [any, KV heads, 2 x size], keys first. entries: [rows] int64,
+    where in it the first tokens' go. ancestors: [rows, known] int64. cap: of scores, 0 for none.
     """
     (tokens, heads, size), (rows, known) = query.shape, ancestors.shape
     kv_heads, more = own.shape[1], tokens // rows
@@ -175,10 +173,10 @@ def _by_flash(layer: Any, query: Tensor, kv_cache: Tensor, beams: BeamMetadata, 
     if impl.kv_cache_dtype in FP8:
         given = {"k_descale": layer._k_scale, "v_descale": layer._v_scale}
         given |= {"q_descale": layer._q_scale} if impl.supports_quant_query_input else {}
-        scales = {name: scale.expand(len(beams.prompts.lengths), keys.shape[2]) for name, scale in given.items()}
+        scales = {name: scale.expand(len(beams.lengths), keys.shape[2]) for name, scale in given.items()}
     _, sums = flash_attn_varlen_func(
         q=query, k=canonicalize_singleton_dim_strides(keys), v=canonicalize_singleton_dim_strides(values), out=output,
-        max_seqlen_q=beams.prompts.most_queries, window_size=[-1, -1], **_of_prompts(impl, beams.prompts),
+        max_seqlen_q=beams.most_queries, window_size=[-1, -1], **_of_prompts(impl, beams),
         return_softmax_lse=True, fa_version=impl.vllm_flash_attn_version, **scales,
     )  # fmt: skip
     return sums
@@ -198,12 +196,12 @@ def _by_triton(layer: Any, query: Tensor, kv_cache: Tensor, beams: BeamMetadata,
         out=output,
         max_seqlen_q=1,  # by which that kernel is chosen; it takes any number of queries
         window_size=(-1, -1),
-        **_of_prompts(layer.impl, beams.prompts),
+        **_of_prompts(layer.impl, beams),
         q_descale=None if query.dtype == output.dtype else layer._q_scale,
         k_descale=layer._k_scale,
         v_descale=layer._v_scale,
         kv_quant_mode=layer.impl._kv_quant_mode,
-        seq_threshold_3D=len(beams.prompts.lengths),
+        seq_threshold_3D=len(beams.lengths),
         num_par_softmax_segments=largest.shape[-1],
         softmax_segm_output=sums,
         softmax_segm_max=largest,
@@ -220,11 +218,11 @@ def _keys_and_values(kv_cache: Tensor, impl: Any) -> tuple[Tensor, Tensor]:
     return keys, values
 
 
-def _of_prompts(impl: Any, part: PromptPart) -> dict[str, Any]:
+def _of_prompts(impl: Any, beams: BeamMetadata) -> dict[str, Any]:
     """Arguments that both kernels call alike."""
-    lengths = {"cu_seqlens_q": part.starts, "seqused_k": part.lengths, "max_seqlen_k": part.most_keys}
+    lengths = {"cu_seqlens_q": beams.starts, "seqused_k": beams.lengths, "max_seqlen_k": beams.most_keys}
     options = {"softmax_scale": impl.scale, "softcap": impl.logits_soft_cap, "causal": False}
-    return {**lengths, **options, "block_table": part.tables}
+    return {**lengths, **options, "block_table": beams.tables}
 
 
 def _segments(query: Tensor, beams: BeamMetadata) -> tuple[Tensor, ...]:
@@ -250,7 +248,7 @@ def _on_cpu(layer: Any, query: Tensor, kv_cache: Tensor, beams: BeamMetadata, ou
     if (layouts := getattr(layer.impl, _LAYOUTS, None)) is None:
         setattr(layer.impl, _LAYOUTS, layouts := _cpu_layouts(layer, query.dtype, block))
     outputs, sums = list[Tensor](), list[Tensor]()
-    for (start, end, tokens), table in zip(beams.prompts.spans, beams.prompts.tables, strict=True):
+    for (start, end, tokens), table in zip(beams.spans, beams.tables, strict=True):
         read = kv_cache.flatten(2).index_select(0, table[: -(-tokens // block)])  # along another axis it copies all
         keys, values = (_unpacked(read, i, *layout)[:, :tokens] for i, layout in enumerate(layouts))
         asked = query[start:end].unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)  # [KV heads, group, queries, size]
@@ -274,9 +272,8 @@ def _unpacked(read: Tensor, half: int, shape: tuple[int, ...], strides: tuple[in
 
 
 def _cpu_layouts(layer: Any, dtype: torch.dtype, block: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Return where a CPU's cache has the keys, and the values, of a block's tokens: shapes and strides of [tokens,
-    size], each of the two as [n, 2, 2, ...]. The kernel that writes the cache tells, whatever instructions it packs
-    for."""
+    """Return where a CPU's cache has a block's keys, and its values: shapes and strides of [tokens, size], each of the
+    two as [n, 2, 2, ...]. The kernel that writes the cache tells, whatever instructions it packs for."""
     impl = layer.impl
     size, places = impl.head_size, torch.zeros(2, block * impl.head_size, dtype=torch.int64)
     numbers = torch.arange(block * size)
@@ -302,12 +299,10 @@ _PROMPT = {"FlashAttentionImpl": _by_flash, "TritonAttentionImpl": _by_triton, "
 
 @torch.inference_mode()
 def largest_difference(layer: Any, dtype: torch.dtype, segments: int) -> float:
-    """Return how far the two parts are from a softmax in float64, for two rows after a prompt of three tokens that is
-    written to the cache's last block but one. The last block has to be nobody's, too: kernels and versions of vLLM are
-    many.
+    """Return how far the two parts are from a softmax in float64: kernels and versions of vLLM are many.
 
-    dtype: the model's. segments: as of `BeamMetadata`. Triton compiles a form for each, which then is there before the
-    first list.
+    Two rows come after a prompt of three tokens. The cache's last two blocks have to be nobody's. dtype: the model's.
+    segments: as of `BeamMetadata`. Triton compiles a form for each, which then is there before the first list.
     """
     impl, kv_cache, device = layer.impl, layer.kv_cache, layer.kv_cache.device
     blocks, kv_heads, block, _ = kv_cache.shape
@@ -322,8 +317,8 @@ def largest_difference(layer: Any, dtype: torch.dtype, segments: int) -> float:
     new = (draw(kv_heads, 2), draw(kv_heads, 2))
     numbers = torch.arange(3, device=device)
     table = torch.full((1, 1), blocks - 2, dtype=torch.int32, device=device)
-    part = PromptPart(numbers[:2].int() * 2, numbers[2:].int() + 1, table, [(0, 2, 3)], 2, 3)
-    beams = BeamMetadata(numbers[:2, None], numbers.new_empty(2, 0), numbers[:2], part, blocks - 1, segments)
+    prompt = numbers[:2].int() * 2, numbers[2:].int() + 1, table, [(0, 2, 3)], 2, 3
+    beams = BeamMetadata(numbers[:2, None], numbers.new_empty(2, 0), numbers[:2], blocks - 1, *prompt, segments)
     output = torch.empty_like(query)
     if impl.kv_cache_dtype in FP8:  # what the cache keeps, and what the layer asks
         keys, values = (_rounded(one, scale) for one, scale in ((keys, layer._k_scale), (values, layer._v_scale)))

@@ -25,8 +25,8 @@ from vllm_static.worker.beam_kv import BeamKV, BeamMetadata, Prompt
 
 
 def try_out(runner: Any, first_block: int) -> str | None:
-    """Run two passes of two rows, before other requests can share a step with them, and return why lists cannot be made
-    in this engine; None if they can. first_block: as of `BeamKV`."""
+    """Run two passes of two rows, before there are other requests, and return why lists cannot be made in this engine;
+    None if they can. first_block: as of `BeamKV`."""
     try:
         if reason := beam_attention.install(runner):
             return reason
@@ -87,11 +87,10 @@ def run_logits(runner: Any, tokens: int) -> Tensor:
 
 
 def states_after(runner: Any, kv: BeamKV, tokens: Tensor) -> Generator[int, None, Tensor]:
-    """Run the model over the next tokens of all rows: hidden states, [rows, more, hidden size]. Before each pass it
-    says how many rows that has, so that the rest may wait for a later step.
+    """Run the model over the next tokens of all rows, and return hidden states, [rows, more, hidden size]. Yield before
+    each pass how many rows it has, as many as the runner's buffers hold: the rest may wait for a later step.
 
-    kv: forked as the rows are. tokens: [rows, more] integers, prompt by prompt. As many rows go into one pass as the
-    runner's buffers hold.
+    kv: forked as the rows are. tokens: [rows, more] integers, prompt by prompt.
     """
     (rows, more), requests = tokens.shape, [one.request for one in kv.prompts]
     most = runner.input_buffers.max_num_tokens // more
@@ -101,7 +100,11 @@ def states_after(runner: Any, kv: BeamKV, tokens: Tensor) -> Generator[int, None
         part = slice(start, min(start + most, rows))
         yield part.stop - part.start
         use_adapters(runner, requests, adapters[part].repeat(more))
-        output = _run(runner, tokens[part], kv.metadata(part, more), requests, kv.recorded)
+        runner.kv_connector.set_disabled(True)  # it would take the layers of a pass for those of the step that it saves
+        try:
+            output = _run(runner, tokens[part], kv.metadata(part, more), requests, kv.recorded)
+        finally:
+            runner.kv_connector.set_disabled(False)
         outputs.append(output if rows <= most else output.clone())  # the next pass overwrites it
     kv.grow()
     output = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
@@ -130,17 +133,14 @@ def _run(runner: Any, tokens: Tensor, beams: BeamMetadata, requests: list[str], 
     inputs = {"input_ids": buffers.input_ids[:padded], "positions": buffers.positions[:padded]}
     inputs |= dict.fromkeys(("inputs_embeds", "intermediate_tensors"))
     lora = runner.lora_config is not None
-    with (
-        _without_connector(runner),
-        set_forward_context(
-            dict.fromkeys(beam_attention.layer_names(runner), beams),
-            runner.vllm_config,
-            num_tokens=padded,
-            cudagraph_runtime_mode=shape.cg_mode,
-            batch_descriptor=BatchDescriptor(padded, has_lora=lora, num_active_loras=shape.num_active_loras),
-            slot_mapping=build_slot_mappings_by_layer(mapping, runner.kv_cache_config),
-            is_padding=buffers.is_padding[:padded],
-        ),
+    with set_forward_context(
+        dict.fromkeys(beam_attention.layer_names(runner), beams),
+        runner.vllm_config,
+        num_tokens=padded,
+        cudagraph_runtime_mode=shape.cg_mode,
+        batch_descriptor=BatchDescriptor(padded, has_lora=lora, num_active_loras=shape.num_active_loras),
+        slot_mapping=build_slot_mappings_by_layer(mapping, runner.kv_cache_config),
+        is_padding=buffers.is_padding[:padded],
     ):
         if shape.cg_mode == CUDAGraphMode.PIECEWISE:
             return runner.cudagraph_manager.run_pw_graph(runner.model, inputs)[:count]
@@ -157,16 +157,6 @@ def kept_for_drafts(runner: Any) -> Iterator[None]:
     yield
     for buffer, before in zip(buffers, kept, strict=False):
         buffer.copy_(before)
-
-
-@contextlib.contextmanager
-def _without_connector(runner: Any) -> Iterator[None]:
-    """A KV connector would take the layers of a pass for those of the step that it saves."""
-    runner.kv_connector.set_disabled(True)
-    try:
-        yield
-    finally:
-        runner.kv_connector.set_disabled(False)
 
 
 def _shape(runner: Any, rows: int, count: int, requests: list[str], recorded: bool = False) -> Any:

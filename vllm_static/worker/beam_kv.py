@@ -39,26 +39,19 @@ class Prompt(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PromptPart:
-    """Some rows' queries, prompt by prompt, and the paged KV of the prompts."""
-
-    starts: Tensor  # [prompts + 1] int32, each prompt's first query token, and the end
-    lengths: Tensor  # [prompts] int32, its tokens
-    tables: Tensor  # [prompts, blocks] int32
-    spans: list[tuple[int, int, int]]  # the same on the host, of each prompt: first query, end, tokens
-    most_queries: int  # of any prompt, as are the next
-    most_keys: int
-
-
-@dataclass(frozen=True)
 class BeamMetadata:
     """What a pass tells the model's attention layers: the metadata type by which they know it."""
 
     positions: Tensor  # [rows, more] int64, counted from the prompt's first token
     ancestors: Tensor  # [rows, known] int64, the entries of each row's tokens so far
     entries: Tensor  # [rows] int64, where the KV of each row's first query token goes; tails are never read again
-    prompts: PromptPart
     first_block: int  # of the cache, from which on entries lie
+    starts: Tensor  # [prompts + 1] int32, each prompt's first query token, and the end: rows stand prompt by prompt
+    lengths: Tensor  # [prompts] int32, its tokens
+    tables: Tensor  # [prompts, blocks] int32, where its KV is in the paged cache
+    spans: list[tuple[int, int, int]]  # the same on the host, of each prompt: first query, end, tokens
+    most_queries: int  # of any prompt, as are the next
+    most_keys: int
     segments: int = 0  # parts in which a kernel goes through a prompt, 0 for as many as suit the pass
     scratch: dict[tuple[int, ...], tuple[Tensor, ...]] = field(default_factory=dict)  # of kernels, for all layers
 
@@ -84,7 +77,7 @@ class BeamKV:
         slots = compat.to_device([one.slot for one, _ in self._different], self._device)
         self._blocks = -(-max(one.tokens for one in prompts) // block)
         self._tables = self._block_table[slots, : self._blocks]
-        self._starts = dict[tuple[int, ...], Tensor]()  # of passes' prompts, as of `PromptPart`
+        self._starts = dict[tuple[int, ...], Tensor]()  # of passes' prompts, as of `BeamMetadata`
         self.restart()
 
     def restart(self) -> None:
@@ -120,16 +113,19 @@ class BeamKV:
         starts, ends, lengths = zip(*spans, strict=True)
         if (bounds := (*starts, ends[-1])) not in self._starts:
             self._starts[bounds] = compat.to_device(bounds, device, np.int32)
-        part = PromptPart(
+        prompts_read = slice(read[0], read[-1] + 1)
+        return BeamMetadata(
+            positions,
+            self._ancestors.flatten(0, 1)[rows],
+            torch.arange(self.used + rows.start, self.used + rows.stop, device=device),
+            self._first_block,
             self._starts[bounds],
-            self._read[read[0] : read[-1] + 1],
-            self._tables[read[0] : read[-1] + 1],
+            self._read[prompts_read],
+            self._tables[prompts_read],
             spans,
             max(last - first for first, last, _ in spans),
             max(lengths),
         )
-        entries = torch.arange(self.used + rows.start, self.used + rows.stop, device=device)
-        return BeamMetadata(positions, self._ancestors.flatten(0, 1)[rows], entries, part, self._first_block)
 
     def grow(self) -> None:
         """Note that a pass has run over all rows: the first query token of each is its last ancestor."""

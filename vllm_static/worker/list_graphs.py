@@ -1,9 +1,8 @@
 """Whole ranked lists as CUDA graphs of our own: all passes of a list are one replay.
 
 A list's launches follow from its set's level plan, its width and its prompt's bucket, and nothing is read back between
-passes. So the second list of a kind is recorded as it is made, and later ones replay that: what differs between them
-lies in buffers. One list at a time; what is not one list of one step runs as ever. The first replay after another
-prompt is held against the passes that it stands for.
+passes. So the second list of a kind is recorded as it is made, and later ones replay that: what differs lies in
+buffers. The first replay after another prompt is held against the passes that it stands for.
 """
 
 import math
@@ -26,7 +25,7 @@ NEAR, SHARED = 0.1, 0.9  # distance of scores, and share of items, of two lists 
 Program = Callable[[], Tensor]
 
 
-def record_cuda(program: Program, pool: Any) -> Program:
+def record(program: Program, pool: Any) -> Program:
     """Return what runs a program again on the buffers that it reads, and gives its result."""
     graph = torch.cuda.CUDAGraph()
     stream = torch.cuda.current_stream()
@@ -66,13 +65,10 @@ class Recorded:
 
 
 class ListGraphs:
-    """The recorded lists of a worker.
+    """The recorded lists of a worker. first_block: as of `BeamKV`."""
 
-    first_block: as of `BeamKV`. record: makes a replay of a program; a CPU's tests only run it again.
-    """
-
-    def __init__(self, runner: Any, first_block: int, record: Callable[[Program, Any], Program] = record_cuda) -> None:
-        self._runner, self._first_block, self._record = runner, first_block, record
+    def __init__(self, runner: Any, first_block: int) -> None:
+        self._runner, self._first_block = runner, first_block
         self._pool = torch.cuda.graph_pool_handle() if runner.device.type == "cuda" else None
         self._seen = dict[Any, Recorded | None]()  # by kind; None of one that was made once
         self.fails = False  # whether one could not be recorded, or was another list
@@ -138,7 +134,7 @@ class ListGraphs:
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
         try:
-            self._keep(kind, Recorded(states, kv, self._record(program, self._pool), of))
+            self._keep(kind, Recorded(states, kv, record(program, self._pool), of))
         except RuntimeError as error:  # no memory, or a model that does what no graph can record
             self._give_up(error)
         return table

@@ -1,7 +1,6 @@
-"""The memory that the tables of all item sets share on a device.
+"""The memory that the tables of all item sets share on a device: one allocation, made once.
 
-One allocation, made once. It holds each set's tables in one piece, as the file does, and one row of `Arena.sets` says
-where. A state on the device is a set's number and the state within that set, so one kernel serves every set.
+It holds each set's tables in one piece, as the file does, and one row of `Arena.sets` says where.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -117,9 +116,9 @@ class _Placed:
     # The level plan and the distinct tokens, or the set until they are asked for: to read them off takes long.
     levels: LevelPlan | ItemSet
     tokens: NDArray[np.int64] | ItemSet
+    most_boost: float | None  # of a set that is steered
     view: ItemSet | None = None  # the set, if it is a view on which others may stand
     there: bool = False
-    most_boost: float | None = None  # of a set that is steered
     alphabets: dict[tuple[int, ...], bytes] = field(default_factory=dict)  # see `Arena.alphabet`
 
 
@@ -225,8 +224,7 @@ class Arena:
         """Copy the tables to where a plan, this arena's or another with the same room, has put them.
 
         below: `Resident.below`, where the sets that a view stands on go before it, unless all of them are there.
-        Nothing is copied if they are there already. Steps see them after `use`. Who waits for whom, `Copies` says.
-        Raises ItemSetError if the tables are no trie.
+        Nothing is copied that is there. Steps see it after `use`. Raises ItemSetError if the tables are no trie.
         """
         if below and item_set.base is not None and not self.holds(item_set.digest, number, start):
             *lower, (base_number, base_start) = below
@@ -253,13 +251,13 @@ class Arena:
         known = vars(item_set.whole)
         levels = item_set.level_plan if "level_plan" in known else item_set
         tokens = item_set.token_ids if "token_ids" in known else item_set
-        placed = _Placed(item_set.digest, start, start + arena_plan.piece_of(item_set), row, levels, tokens)
-        placed.most_boost = item_set.most_boost if item_set.is_steered else None
+        boost = item_set.most_boost if item_set.is_steered else None
+        placed = _Placed(item_set.digest, start, start + arena_plan.piece_of(item_set), row, levels, tokens, boost)
         overwritten = [n for n, one in self._placed.items() if one.start < placed.end and start < one.end]
         for n in {*overwritten, number}:
             self._placed.pop(n, None)
             if self.device.type == "cpu":
-                self.rows[n] = table_row(self._nothing)
+                self.rows[n] = self.rows[-1]
         self._placed[number] = placed
         for _ in self._copies.pieces(number, overwritten, parts):
             yield

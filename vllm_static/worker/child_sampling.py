@@ -1,8 +1,7 @@
-"""Sampling of answers from their children alone: the mask is never written, and no logit outside the set is read.
+"""Sampling of answers from their children alone: no mask is written, and no logit outside the set is read.
 
-A step that masks writes every row's logits, and its sampling reads them again. If all of a step's rows are answers of
-sets, and their requests ask for nothing but a temperature, one launch reads the logits of what may follow and takes the
-best, with the noise that vLLM's own sampler gives each token: the same seeds give the same answers.
+If all of a step's rows are answers of sets that ask for nothing but a temperature, one launch reads the logits of what
+may follow and takes the best, with the noise of vLLM's own sampler: the same seeds give the same answers.
 """
 
 from collections.abc import Callable

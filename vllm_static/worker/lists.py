@@ -1,9 +1,8 @@
-"""Ranked lists in the worker: a request for one is answered in the step that completes its prompt.
+"""Ranked lists in the worker, made after the sampling of the step that completes their prompts.
 
-The rounds of lists run there, after the step's sampling, and go on in later steps when one has had its rows. Meanwhile
-a list's request takes a token a step, which nobody reads. A list has neither blocks of the KV cache of its own nor
-anything else that an abort would have to free. A draft head needs no rounds: the step's own pass gives the hidden
-states, also if the prompt takes several steps.
+They go on in later steps when one has had its rows. Meanwhile a list's request takes a token a step, which nobody
+reads. A list has neither blocks of the KV cache nor anything else that an abort would have to free. A draft head needs
+no passes of ours: the steps that compute the prompt give the hidden states.
 """
 
 from collections.abc import Generator, Iterator, Sequence
@@ -44,9 +43,8 @@ class WideLists:
     """The lists of a worker's steps.
 
     asked: those whose prompts are not complete, by slot. begun: those that are being made, by slot.
-    narrow: whether a pass has only the rows that can lead to something better, which the host must read: on a CPU,
-        where a pass reads tails whole. On an accelerator shapes stay as the set's levels bound them, and a row has one
-        token a pass, as in the CUDA graphs of the engine's own decoding; but for draws and long items, see `_passes`.
+    narrow: whether a pass has only the rows that can lead to something better, which the host must read: on a CPU. On
+        an accelerator shapes stay as the set's levels bound them.
     """
 
     def __init__(self, runner: Any, room: Room) -> None:
@@ -91,9 +89,8 @@ class WideLists:
         return torch.zeros(self._sets.head.levels + 1, size, dtype=self._runner.dtype, device=self._runner.device)
 
     def add(self, slot: int, carried: EngineRequest | None) -> None:
-        """Note whether the request in a slot asks for a list, whose prompt begins, or begins again. On the host path it
-        has no place in the arena, and gets none. A list whose request has ended, or was aborted, is forgotten with the
-        slot's next request, or with the next step."""
+        """Note whether a slot's new request asks for a list; on the host path it gets none. A list whose request has
+        ended is forgotten with the slot's next request, or with the next step."""
         self.asked.pop(slot, None)
         self.begun.pop(slot, None)
         if carried is not None and carried.ranked is not None and carried.place is not None:
@@ -102,8 +99,8 @@ class WideLists:
             self.asked[slot] = Asked(carried.place[0], prompt, carried.ranked, [], states)
 
     def answer(self, hidden_states: Tensor, batch: Any) -> dict[str, Tensor]:
-        """Go on with the lists, and begin those whose prompts this step completes. Return a table of each request, as
-        `ListResult.of_table` reads; an empty one of a list that needs another step."""
+        """Go on with the lists, and begin those whose prompts this step completes. Return each request's table, as
+        `ListResult.of_table` reads it; an empty one if the list needs another step."""
         index = self._runner.req_states.req_id_to_index
         self.begun = {slot: one for slot, one in self.begun.items() if index.get(one.prompt.request) == slot}
         computed, tables = batch.num_computed_prefill_tokens_np, dict[str, Tensor]()
@@ -145,8 +142,8 @@ class WideLists:
         return tables
 
     def _go_on(self, batch: Any) -> None:
-        """Run the next passes of the lists that have begun: one, and more as far as a step may have their rows. Where a
-        request's next token would be its last in the context, all that are left."""
+        """Run the next passes of the lists that have begun: one, and more as far as a step may have their rows; all if
+        a request's next token would be its last in the context."""
         alive, slots, runner = {id(one.tables) for one in self.begun.values()}, batch.idx_mapping_np, self._runner
         self._making = [one for one in self._making if alive.intersection(id(each.tables) for each in one.group)]
         self._sets.arena.use([one.group[0].number for one in self._making])
@@ -289,7 +286,7 @@ class WideLists:
 
     def _round(self, beams: Beams, group: list[Asked], states: Tensor) -> None:
         """Let beams take a pass. states: hidden ones, [lists * rows, queries, hidden size]. If logits of all rows are
-        too many, rows take turns, and those of the set's own tokens stay."""
+        too many, rows take turns, and only the logits of the set's own tokens stay."""
         one, runner = group[0], self._runner
         if one.spec.renormalised and (alphabet := self._sets.narrow.of_list(self._key(one))) is not None:
             self._sets.narrow.round(beams, states, alphabet)

@@ -1,9 +1,7 @@
-"""Log p and log q of the tokens of answers: the model's, and that among the legal tokens. Their difference is the
-logarithm of the legal mass, the model's probability of all legal tokens.
+"""Log p and log q of the tokens of answers: the model's, and that among the legal tokens.
 
 They leave the engine in the places of the log-probabilities of each sampled token and of the most likely one, and take
-part in all that vLLM does with these: asynchronous copies, accepted and rejected drafts, tokens cut after an end. The
-front end asks for no columns but these two, and reads them there (`front.answers`).
+part in all that vLLM does with these. The front end asks for these two columns alone, and reads them (`front.answers`).
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """Which set has which piece of an arena's memory, and which are held for requests to come."""
 
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ class Place(NamedTuple):
     start: int
     digest: str
     begins_after: int  # the token after which the constraint begins, or -1
-    below: Sequence[Sequence[int]] = ()
+    below: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass
@@ -39,9 +39,9 @@ class Resident:
     base: "Resident | None" = None  # of a view, the set whose tables it reads: it stays while the view does
 
     @property
-    def below(self) -> list[tuple[int, int]]:
+    def below(self) -> tuple[tuple[int, int], ...]:
         """Number and start of each set that a view stands on, the whole set first."""
-        return [] if self.base is None else [*self.base.below, (self.base.number, self.base.start)]
+        return () if self.base is None else (*self.base.below, (self.base.number, self.base.start))
 
 
 class Plan:

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from itemset.masking.arena_plan import Place
 from itemset.ranking.search import widest
 
 WIRE = "item_set_wire"
@@ -84,8 +85,7 @@ class EngineRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a request carries: a set, or a constraint with sets in it; and whether it is a list of its items.
 
     weighed: the field by which its answer says log-probabilities, if any. after: of a thought before a list, the tokens
-    that end it, and those that stand between both. place: where the set lies in vLLM's workers, the fields of
-    `masking.arena.Place`, from the engine core.
+    that end it, and those that stand between both. place: where the set lies in vLLM's workers, from the engine core.
     """
 
     item_set: SetRef | None = None
@@ -93,7 +93,7 @@ class EngineRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     holes: HolesSpec | None = None
     weighed: str = ""
     after: tuple[Tokens, Tokens] | None = None
-    place: tuple[int, int, str, int, tuple[Tokens, ...]] | None = None
+    place: Place | None = None
 
     @property
     def reference(self) -> str:

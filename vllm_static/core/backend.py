@@ -23,7 +23,6 @@ from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 from itemset import ItemSetError
 from itemset.embedded.composite_grammar import Composite
 from itemset.embedded.holes import Once
-from itemset.masking.arena import Place
 from itemset.masking.host import HostState, fill_bitmasks, forced_tokens
 from itemset.serving.catalogue import Catalogue
 from itemset.serving.config import StaticConfig
@@ -156,7 +155,7 @@ class StaticBackend(StructuredOutputBackend):
         reference = carried.item_set.reference
         self._figures["answered"][label(reference)] += 1
         item_set = self._catalogue.known(reference)  # nothing is opened for a figure
-        start = -1 if carried.place is None else Place(*carried.place).begins_after
+        start = -1 if carried.place is None else carried.place.begins_after
         output = list(request.output_token_ids)
         if item_set is not None and (start < 0 or start in output):
             item = output[output.index(start) + 1 :] if start >= 0 else output

@@ -88,15 +88,15 @@ class WideLists:
         size = self._runner.model_config.get_hidden_size()
         return torch.zeros(self._sets.head.levels + 1, size, dtype=self._runner.dtype, device=self._runner.device)
 
-    def add(self, slot: int, carried: EngineRequest | None) -> None:
+    def add(self, slot: int, carried: EngineRequest) -> None:
         """Note whether a slot's new request asks for a list; on the host path it gets none. A list whose request has
         ended is forgotten with the slot's next request, or with the next step."""
         self.asked.pop(slot, None)
         self.begun.pop(slot, None)
-        if carried is not None and carried.ranked is not None and carried.place is not None:
+        if carried.ranked is not None and carried.place is not None:
             prompt = Prompt("", slot, int(self._runner.req_states.prompt_len.np[slot]))
             states = self._no_states() if carried.ranked.placeholders else None
-            self.asked[slot] = Asked(carried.place[0], prompt, carried.ranked, [], states)
+            self.asked[slot] = Asked(carried.place.number, prompt, carried.ranked, [], states)
 
     def answer(self, hidden_states: Tensor, batch: Any) -> dict[str, Tensor]:
         """Go on with the lists, and begin those whose prompts this step completes. Return each request's table, as

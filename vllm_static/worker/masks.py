@@ -11,7 +11,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcessor, LogitsProcRequestState
 
 import itemset
-from itemset.masking.arena import Arena, ArenaFullError, Place, check_tables
+from itemset.masking.arena import Arena, ArenaFullError, check_tables
 from itemset.masking.batch import COLUMNS, LOCAL, Batch
 from itemset.masking.slots import MAX_STOP_TOKENS, NO_SET, Slots, as_table, log_probs_of
 from itemset.serving.catalogue import Catalogue
@@ -103,13 +103,12 @@ class ItemSetProcessor(LogitsProcessor):
             self._plain[req_idx] = is_plain(sampling_params) and not carried.weighed
         if self.lists is not None:
             self.lists.add(req_idx, carried)
-        if carried.place is not None and carried.item_set is not None:
-            place = Place(*carried.place)
-            if not self.arena.holds(place.digest, place.number, place.start):
-                below = self.arena.view(place.below[-1][0]) if place.below else None
-                item_set = self.catalogue.receive(carried.item_set, below, keep=False).item_set
-                self.arena.place(item_set, place.number, place.start, place.below)
-        if carried.place is None or carried.ranked is not None:  # the one token of a list's request does not matter
+        place, ref = carried.place, carried.item_set
+        if place and ref and not self.arena.holds(place.digest, place.number, place.start):
+            below = self.arena.view(place.below[-1][0]) if place.below else None
+            item_set = self.catalogue.receive(ref, below, keep=False).item_set
+            self.arena.place(item_set, place.number, place.start, place.below)
+        if place is None or carried.ranked is not None:  # the one token of a list's request does not matter
             if self._numbers[req_idx] != NO_SET:
                 self._staged[req_idx] = [0, NO_SET]
             self._numbers[req_idx], self._alphabets[req_idx] = NO_SET, _NO_SET

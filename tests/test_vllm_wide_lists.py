@@ -713,7 +713,7 @@ def changed(llm: Any, reason: str) -> Any:
     if reason == "other logits processors":
         return mock.patch.object(sampler, "logits_processors", [*processors, processors[2]])
     if reason == "an alphabet too large":
-        return mock.patch.object(head, "forced", False)
+        return mock.patch.object(head, "_share_of_answers", 8)
     if reason == "rows of the head that lie apart":
         return mock.patch.object(head, "copies", False)
     return mock.patch.multiple(head, _memory=head._memory[:64], _alphabets={})

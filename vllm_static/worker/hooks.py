@@ -11,8 +11,6 @@ from vllm_static import compat
 from vllm_static.compat import hook, logger
 
 
-# A processor that asks to change one request's logits makes model runner V2 copy those of the whole batch to float32,
-# so ours does not ask. If a request asks for something else, vLLM makes its copy and calls `ItemSetProcessor.apply`.
 @hook("vllm.v1.worker.gpu.sample.sampler:Sampler.apply_sampling_params", when=IMPORTED)
 def apply_sampling_params(
     original: Callable[..., Tensor], self: Any, logits: Tensor, expanded_idx_mapping: Tensor, idx_mapping_np: Any,

@@ -26,18 +26,14 @@ def rows_of_passes(
 
     end_token: None if ends cost nothing; then nothing complete is passed on. races: how many share the rows.
     """
-    items = items_of(end_token, renormalised)
-    counts, beams, groups = list[int](), 1, list[tuple[int, int]]()
-    for taken in range(plan.longest if races else plan.longest + 2):
-        if races:
-            beams = min(width_at(width, taken + 1), plan.successors(taken, beams))
-        else:
-            groups = _groups_after(plan, taken, beams, groups, items)
-            beams = _beams_after(plan, taken, beams, width_at(width, taken + 1), items)
+    items = None if races else items_of(end_token, renormalised)
+    counts, beams, groups = list[int](), 1, _Groups()
+    while True:
+        taken = len(counts)
+        beams, groups = _after(plan, taken, beams, groups, width_at(width, taken + 1), items)
         if not beams and not groups:
-            break
+            return tuple(counts)
         counts.append(beams * max(1, races) + sum(rows for rows, _ in groups))
-    return tuple(counts)
 
 
 class Lockstep(Beams):
@@ -60,7 +56,7 @@ class Lockstep(Beams):
             plan, self._widths, renormalised=self._renormalised, end_token=options["end_token"], races=races
         )
         self.passes_left = 1 + len(counts)
-        self._groups: _Groups = []
+        self._groups = _Groups()
 
     @property
     def row_count(self) -> int:
@@ -114,26 +110,23 @@ class Lockstep(Beams):
         return by_list.unflatten(0, (self.lists, count))
 
     def _plan_pass(self, size: int) -> int:
-        plan, items = self._plan, self._rules.items
-        if self._races:
-            self.rows = min(self._next_width, size)
-        else:
-            self._groups = _groups_after(plan, self.taken, self.rows, self._groups, items)
-            self.riding = sum(rows for rows, _ in self._groups)
-            self.rows = _beams_after(plan, self.taken, self.rows, self._next_width, items)
+        items = None if self._races else self._rules.items
+        self.rows, self._groups = _after(self._plan, self.taken, self.rows, self._groups, self._next_width, items)
+        self.riding = sum(rows for rows, _ in self._groups)
         return self.rows
 
 
-def _groups_after(plan: LevelPlan, taken: int, beams: int, groups: _Groups, items: int) -> _Groups:
-    """Return the groups of tails after a pass of beams of length `taken`, of which those with a tail join."""
+def _after(
+    plan: LevelPlan, taken: int, beams: int, groups: _Groups, width: int, items: int | None
+) -> tuple[int, _Groups]:
+    """Return the most beams after a pass of beams of length `taken`, and the groups of tails, which those with a tail
+    have joined. items: as of `Rules`; None for races, in which tails are beams."""
+    if items is None:
+        return min(width, plan.successors(taken, beams)) if taken < plan.longest else 0, []
     if items != ALONE and 0 < taken <= plan.levels:
         groups = [*groups, (min(beams, plan.tailed[taken - 1]), plan.tails[taken - 1])]
-    return [(rows, left - 1) for rows, left in groups if rows and left > (items == ENDED)]
-
-
-def _beams_after(plan: LevelPlan, taken: int, beams: int, width: int, items: int) -> int:
-    """Return the most beams that there are after a pass of beams of length `taken`."""
+    groups = [(rows, left - 1) for rows, left in groups if rows and left > (items == ENDED)]
     beams = min(width, plan.children(taken, beams))
     if items != OPEN and taken + 1 == plan.levels:  # nothing but tails goes on after the last level
         beams = 0 if items == ALONE else min(beams, plan.tailed[taken])
-    return beams
+    return beams, groups

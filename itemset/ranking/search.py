@@ -231,33 +231,30 @@ class TokenScores(Rounds):
 
     def __init__(self, item_set: ItemSet, items: Sequence[Sequence[int]], end_token: int) -> None:
         """items: without their end tokens. Raises ItemSetError for one that is no item's beginning."""
-        self._items, self._end, self.items = items, end_token, list[tuple[list[float], list[float]]]()
-        self._of_prefix: dict[tuple[int, ...], Pass] = {}
-        for item in items:
+        self._rows, self.items = [(*item, end_token) for item in items], list[tuple[list[float], list[float]]]()
+        of_prefix: dict[tuple[int, ...], Pass] = {}
+        for row in self._rows:
             known = 0
-            for i in range(len(item) + 1):
-                prefix = tuple(item[:i])
-                if prefix not in self._of_prefix:
+            for i in range(len(row)):
+                if (prefix := row[:i]) not in of_prefix:
                     tokens, ends = item_set.children(prefix)
                     after = np.append(tokens, [end_token] * bool(ends)).astype(np.int64)
-                    if len(after) == 1 and i < len(item):
+                    if len(after) == 1 and i + 1 < len(row):
                         continue  # certain: the next pass scores it with the tokens before its own
-                    self._of_prefix[prefix] = Pass(prefix, known, after)
+                    of_prefix[prefix] = Pass(prefix, known, after)
                 known = i + 1
-        self._passes = list(self._of_prefix.values())
+        self._passes = list(of_prefix.values())
 
     def take(self, answers: Sequence[Answer]) -> None:
-        of_prefix = dict(zip(self._of_prefix, answers, strict=True))
-        for item in self._items:
-            log_p, log_q, row = list[float](), list[float](), (*item, self._end)
+        of_prefix = {one.tokens: (one, *answer) for one, answer in zip(self.passes, answers, strict=True)}
+        for row in self._rows:
+            log_p, log_q = list[float](), list[float]()
             for i, token in enumerate(row):
-                if (one := self._of_prefix.get(row[:i])) is None:
-                    continue
-                run, after = of_prefix[row[:i]]
-                log_p += map(float, run)
-                log_q += [0.0] * len(run)
-                log_p.append(float(after[int(np.flatnonzero(one.after == token)[0])]))
-                log_q.append(log_p[-1] - float(np.logaddexp.reduce(np.asarray(after, np.float64))))
+                if row[:i] in of_prefix:
+                    one, run, after = of_prefix[row[:i]]
+                    log_p += [*map(float, run), float(after[int(np.flatnonzero(one.after == token)[0])])]
+                    log_q += [0.0] * len(run)
+                    log_q.append(log_p[-1] - float(np.logaddexp.reduce(np.asarray(after, np.float64))))
             self.items.append((log_p, log_q))
         self._passes = []
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
 from itemset.trie.pointers import compiled, first_edge, label, pointers_at
-from itemset.trie.rows import MAX_TOKEN_ID
+from itemset.trie.rows import MAX_TOKEN_ID, grown
 from itemset.trie.walk import DEAD, END, FREE, TAIL, WAITING, advance, find_edge, is_alive, is_terminal, tail_token
 
 _PLACES = 256  # whose logits are computed in one product
@@ -102,11 +102,8 @@ def legal_tokens(
             "`starts` where its item begins, and as `lengths` its own tokens if it was cut or padded"
         )
     places = np.flatnonzero(states != FREE)
-    counts, nothing = np.empty(len(places), np.int64), np.empty(0, np.int64)
-    chosen = np.empty(len(places), np.int64)
-    _list(tables, stops, tokens, states, places, counts, nothing, chosen)
-    found = np.empty(counts.sum(), np.int64)
-    _list(tables, stops, tokens, states, places, counts, found, chosen)
+    counts, chosen = np.empty_like(places), np.empty_like(places)
+    found = _list(tables, stops, tokens, states, places, counts, chosen).copy()
     depths = places % max(steps, 1) - begin[places // max(steps, 1)]
     given = (torch.from_numpy(array) for array in (places, counts, depths, found, chosen))
     return LegalTokens((size, steps), *given)
@@ -144,31 +141,28 @@ def _walk(tables: Any, stops: Any, ids: Any, begin: Any, end: Any, states: Any) 
 
 
 @compiled
-def _list(
-    tables: Any, stops: Any, ids: Any, states: Any, places: Any, counts: Any, found: Any, chosen: Any
-) -> None:  # fmt: skip
-    """Count the legal tokens of each place; or write them to `found`, if it has room, and where the batch's own are."""
-    writing, at = len(found) > 0, 0
+def _list(tables: Any, stops: Any, ids: Any, states: Any, places: Any, counts: Any, chosen: Any) -> Any:
+    """Return the legal tokens of all places. Fill in how many each has, and where the batch's own is."""
+    found, at = np.empty(len(places), np.int64), 0
     for k in range(len(places)):
         i, t = places[k] // ids.shape[1], places[k] % ids.shape[1]
         pointers, state, first = pointers_at(tables[i].ctypes.data), states[i, t], at
+        begin, end = (first_edge(pointers, state), first_edge(pointers, state + 1)) if state < WAITING else (0, 0)
+        found = grown(found, at + 1 + end - begin + len(stops))
         if state >= TAIL:
-            if writing:
-                found[at] = tail_token(pointers, state)
+            found[at] = tail_token(pointers, state)
             at += 1
-        elif state < WAITING:
-            for edge in range(first_edge(pointers, state), first_edge(pointers, state + 1)):
-                if is_alive(pointers, edge):
-                    if writing:
-                        found[at] = label(pointers, edge)
-                    at += 1
+        for edge in range(begin, end):
+            if is_alive(pointers, edge):
+                found[at] = label(pointers, edge)
+                at += 1
         if is_terminal(pointers, state):
             for stop in stops:
                 if find_edge(pointers, state, stop) < 0:  # else it is a token of the item
-                    if writing:
-                        found[at] = stop
+                    found[at] = stop
                     at += 1
         counts[k] = at - first
-        for place in range(first, at if writing else first):
+        for place in range(first, at):
             if found[place] == ids[i, t]:
                 chosen[k] = place
+    return found[:at]

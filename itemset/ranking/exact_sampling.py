@@ -76,7 +76,8 @@ class Drawing(Rounds):
         super().__init__(tree, options.get("max_passes"))
         races, self._k = (n, 1) if options.get("replace", True) else (1, n)
         self._keys = np.random.SeedSequence(options.get("seed")).generate_state(races, "u8")
-        self._races = [Race.of(key, self._k, float(tree.nodes["mass"][ROOT])) for key in self._keys]
+        roots = [(log_exponential(key) - tree.nodes["mass"][ROOT], key, 0.0, ROOT, 0) for key in self._keys]
+        self._races = [Race(self._k, np.array([root], ENTRY)) for root in roots]
         self._known: Mapping[int, Sequence[Item]] = {}
         self._before = 0, 0
         self._approximate = options.get("approximate", False)
@@ -143,12 +144,6 @@ class Race:
     heap: NDArray[Any]  # [room] ENTRY
     size: int = 1
     items: list[int] = field(default_factory=list)  # the nodes of those that have rung; there will be `k`
-
-    @classmethod
-    def of(cls, key: np.uint64, k: int, mass: float = 0.0) -> "Race":
-        heap = np.zeros(64, ENTRY)
-        heap[0] = (log_exponential(key) - mass, key, 0.0, ROOT, 0)
-        return cls(k, heap)
 
     @property
     def over(self) -> bool:
@@ -232,9 +227,8 @@ def _let_in(nodes, expansion, heap, size, node, clock, key, window):  # type: ig
     for i in range(count):
         time = gap(times[i], earliest)
         if low <= time < high:
-            heap, size = _push(
-                heap, size, log_of_sum(clock, time - mass), keys[i], 0.0, np.int64(begin + i), np.int64(0)
-            )
+            rings = log_of_sum(clock, time - mass)
+            heap, size = _push(heap, size, rings, keys[i], 0.0, np.int64(begin + i), np.int64(0))
         elif time >= high:
             rest = min(rest, time)
     if rest < math.inf:

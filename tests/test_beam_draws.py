@@ -79,7 +79,7 @@ def run_in(
     while found.passes_left:
         rows, queries = found.rows if found.taken else 1, found.queries
         tokens = found.tokens[:, :rows].flatten(0, 1).cpu().numpy()
-        dead = (found.scores[:, :rows] <= found.bar).flatten().cpu().numpy()
+        dead = (found._rows.scores[:, :rows] <= found.bar).flatten().cpu().numpy()
         prefixes, row = np.unique(np.where(dead[:, None], -2, tokens), axis=0, return_inverse=True)
         table = np.array([[after(_prefix(one, found.taken + q)) for q in range(queries)] for one in prefixes.tolist()])
         given = torch.tensor(table[row.ravel()], device=DEVICE)

@@ -137,11 +137,6 @@ class Beams:
         return self._rows.tokens
 
     @property
-    def scores(self) -> Tensor:
-        """Return what orders the beams, best first, without their tails: [lists, width] float64, -inf for no beam."""
-        return self._rows.scores
-
-    @property
     def parents(self) -> Tensor:
         """Return the row of the pass before that each beam continues: [lists, width] int64, 0 if there is no beam."""
         return self._rows.table[form.PARENT]

@@ -22,9 +22,8 @@ from itemset.trie import walk
 from itemset.trie.pointers import compiled, first_edge, label, pointers_at
 from itemset.trie.potential import potential_of
 from itemset.trie.tables import TERMINAL
-from itemset.trie.walk import DEAD, END, WAITING, is_alive, is_terminal, tail_entry, tail_token
+from itemset.trie.walk import DEAD, END, TAIL, WAITING, is_alive, is_terminal, tail_entry, tail_token
 
-_TAILS = walk.TAIL  # the first state inside a tail
 _LOW = (1 << 32) - 1
 
 
@@ -99,10 +98,10 @@ def _own_columns(vocabulary: int) -> NDArray[np.int32]:
 @compiled
 def _log_sums(sets, logits, strides, columns, table, tokens, bars, sums):
     lists, count, queries = sums.shape
-    scores = table[SCORE].view(np.float64)
+    reals = table.view(np.float64)
     for one in range(lists):
         for beam in range(count):
-            above = scores[one, beam] > bars[one, -1]
+            above = reals[SCORE, one, beam] > bars[one, -1]
             for query in range(queries):
                 sums[one, beam, query] = np.inf  # so that nothing of this beam passes the bar
                 if above and query <= table[form.TAIL, one, beam]:
@@ -134,22 +133,21 @@ def _legal_sums(sets, logits, strides, columns, table, tokens, bars, end_token, 
 @compiled
 def _ended(sets, logits, strides, columns, table, tokens, bars, end_token, sums, taken, weights, ends):
     lists, count, queries = sums.shape
-    power, boost, length, _ = weights
-    scores, logs = table[SCORE].view(np.float64), table[form.LOG].view(np.float64)
-    boosts = table[form.BOOST].view(np.float64)
+    (power, boost, length, _), reals = weights, table.view(np.float64)
     for one in range(lists):
         tables = pointers_at(row_at(sets, table[STATE, one, 0]))
         for beam in range(count):
             ends[: form.EARLIEST, one, beam], ends[form.EARLIEST, one, beam] = -np.inf, np.inf
-            if not scores[one, beam] > bars[one, -1]:
+            score, log = reals[SCORE, one, beam], reals[form.LOG, one, beam]
+            if not score > bars[one, -1]:
                 continue
-            at, tail, log = one * strides[0] + beam * strides[1], table[form.TAIL, one, beam], logs[one, beam]
-            above = own = boosts[one, beam]
+            at, tail = one * strides[0] + beam * strides[1], table[form.TAIL, one, beam]
+            above = own = reals[form.BOOST, one, beam]
             state = table[STATE, one, beam] & LOCAL
             # An item that ends at a node has a boost of its own; another one has its last edge's.
             if boost and state < WAITING and is_terminal(tables, state):
                 own = boost * potential_of(tables, TERMINAL + state)
-            clock, key, total, nearest = -scores[one, beam], np.uint64(table[form.KEY, one, beam]), 0.0, math.inf
+            clock, key, total, nearest = -score, np.uint64(table[form.KEY, one, beam]), 0.0, math.inf
             steps = tail + (end_token >= 0)
             if steps > queries or not is_terminal(tables, state):
                 steps = -1
@@ -241,7 +239,7 @@ def _clear(table, new, new_tokens):
     new[:], new_tokens[:] = 0, -1
     for one in range(new.shape[1]):
         new[STATE, one], new[form.TAIL, one] = table[STATE, one, 0] & ~LOCAL | DEAD, -1
-        new[SCORE].view(np.float64)[one], new[form.LOG].view(np.float64)[one] = -np.inf, -np.inf
+        new.view(np.float64)[SCORE, one] = new.view(np.float64)[form.LOG, one] = -np.inf
 
 
 @compiled
@@ -270,10 +268,7 @@ def _follow(
     whole, weights, riding, new, new_tokens,
 ):  # fmt: skip
     lists, count, _ = sums.shape
-    power, boost, _, norm = weights
-    scores, logs = table[SCORE].view(np.float64), table[form.LOG].view(np.float64)
-    boosts, new_boosts = table[form.BOOST].view(np.float64), new[form.BOOST].view(np.float64)
-    new_scores, new_logs = new[SCORE].view(np.float64), new[form.LOG].view(np.float64)
+    (power, boost, _, norm), reals, new_reals = weights, table.view(np.float64), new.view(np.float64)
     for one in range(lists):
         number = table[STATE, one, 0] & ~LOCAL
         tables = pointers_at(row_at(sets, number))
@@ -285,30 +280,30 @@ def _follow(
             edge = table[form.FIRST, one, at] + place - (offsets[one, at] - table[form.DEGREE, one, at])
             token, state = _token(tables, edge), state_after(tables, edge)
             cost = _logit(logits, one * strides[0] + at * strides[1], token, columns) - sums[one, at, 0]
-            above = boosts[one, at]
+            before, above = reals[form.LOG, one, at], reals[form.BOOST, one, at]
             own = _boost_of(tables, edge, boost, above)
-            new_logs[one, n], new_boosts[one, n] = logs[one, at] + cost, own
-            new_scores[one, n] = new_logs[one, n] * norm + own
+            log = before + cost
+            score = log * norm + own
             if power:
                 key = mixed(np.uint64(table[form.KEY, one, at]), TOKEN + token)
                 time = log_exponential(key) - (power * cost + own - above)
-                new_scores[one, n] = -clock_after(
-                    -scores[one, at], time, ends[form.EARLIEST, one, at], power * logs[one, at] + above
-                )
+                clock, earliest = -reals[SCORE, one, at], ends[form.EARLIEST, one, at]
+                score = -clock_after(clock, time, earliest, power * before + above)
                 new[form.KEY, one, n] = np.int64(key)
+            new_reals[SCORE, one, n], new_reals[form.LOG, one, n], new_reals[form.BOOST, one, n] = score, log, own
             new_tokens[one, n, :taken] = tokens[one, at, :taken]
             new_tokens[one, n, taken] = token
             tail = 0
-            if whole and state >= _TAILS:
+            if whole and state >= TAIL:
                 for column in range(taken + 1, new_tokens.shape[2]):
-                    entry = tail_entry(tables, state - _TAILS + tail)
+                    entry = tail_entry(tables, state - TAIL + tail)
                     new_tokens[one, n, column] = entry & ((1 << tables.token_bits) - 1)
                     tail += 1
                     if entry >> tables.token_bits:
                         break
                 state = END
             new[form.PARENT, one, n], new[form.TAIL, one, n], new[STATE, one, n] = at, tail, number | state
-            if state >= _TAILS:
+            if state >= TAIL:
                 new[form.FIRST, one, n], new[form.DEGREE, one, n] = state, 1
             elif state < WAITING:
                 begin = first_edge(tables, state)
@@ -346,21 +341,21 @@ def _logit(logits, at, token, columns):
 
 @compiled
 def state_after(tables, edge):
-    if edge >= _TAILS:
-        return np.int64(END) if tail_entry(tables, edge - _TAILS) >> tables.token_bits else edge + 1
+    if edge >= TAIL:
+        return np.int64(END) if tail_entry(tables, edge - TAIL) >> tables.token_bits else edge + 1
     return walk.follow(tables, edge)
 
 
 @compiled
 def _token(tables, edge):
     """The token of an edge, or of a state inside a tail that stands in its place."""
-    return tail_token(tables, edge) if edge >= _TAILS else label(tables, edge)
+    return tail_token(tables, edge) if edge >= TAIL else label(tables, edge)
 
 
 @compiled
 def _boost_of(tables, edge, boost, above):
     """What a child's potential adds: inside a tail, as much as that of the beam `above` it; no more anywhere."""
-    if not boost or edge >= _TAILS:
+    if not boost or edge >= TAIL:
         return above
     return min(above, boost * potential_of(tables, edge))
 
@@ -368,4 +363,4 @@ def _boost_of(tables, edge, boost, above):
 @compiled
 def _lives(tables, edge):
     """Whether there is an edge, or the state inside a tail that stands in its place."""
-    return edge >= _TAILS or is_alive(tables, edge)
+    return edge >= TAIL or is_alive(tables, edge)

@@ -139,16 +139,14 @@ def test_a_draft_head_learns_from_the_states_that_a_list_has(codes, tmp_path, mo
     head = DraftHead.load(tmp_path / "model" / nezha_model.HEAD_FILE)
     assert tokenizer.convert_ids_to_tokens(list(head.placeholders)) == ["<sp_1>", "<sp_2>", "<sp_3>", "<sp_4>"]
     head.check_set(itemset.build_text(texts, tokenizer))
-    given = {}
-    monkeypatch.setattr(head, "loss", lambda states, items: given.update(states=states, items=items))
     films = range(5, 6 + retrieval_model.MEMORY)
     window = retrieval_model.tokens_of(films, encoded, tokenizer.eos_token_id)
     with torch.no_grad():
-        Rows(4, 5, 1 + retrieval_model.MEMORY).losses(model, head, torch.tensor([window]))
-    assert given["items"].tolist() == [encoded[film] for film in films[1:]]
+        states, items, _ = Rows(4, 5, 1 + retrieval_model.MEMORY).run(model, head, torch.tensor([window]))
+    assert items.tolist() == [encoded[film] for film in films[1:]]
     for i in (0, 7, 19):
         alone = draft_states(model, head, torch.tensor([window[: 5 * (i + 1)]]))
-        torch.testing.assert_close(given["states"][i], alone[0], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(states[i], alone[0], atol=1e-5, rtol=1e-4)
 
 
 def test_rollouts_beside_each_other_are_those_of_each_alone(tiny_model):

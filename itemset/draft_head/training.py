@@ -78,7 +78,10 @@ def train_head(
         for items in chance.choices(long_enough, weights=list(map(len, long_enough)), k=schedule.batch):
             first = chance.randrange(len(items) - window + 1)
             windows.append([token for item in items[first : first + window] for token in (*item, end)])
-        drafts, following = rows.losses(model, head, torch.tensor(windows, device=model.device))
+        tokens = torch.tensor(windows, device=model.device)
+        states, followed, logits = rows.run(model, head, tokens)
+        drafts = head.loss(states, followed)
+        following = cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
         optimizer.zero_grad()
         (drafts + levels * following).backward()
         optimizer.step()
@@ -95,8 +98,7 @@ class Rows:
     def __init__(self, levels: int, each: int, window: int) -> None:
         """levels: placeholders of an instance. each: tokens of an item, with its end token. window: items of a row."""
         self._levels, self._each, self._length = levels, each, (length := window * each)
-        # [instances]: where each one's item begins
-        self._begins = begins = torch.arange(1, window) * each
+        self._begins = begins = torch.arange(1, window) * each  # [instances]: where each one's item begins
         self._positions = torch.cat((torch.arange(length), (begins[:, None] + torch.arange(levels)).flatten()))
         owner = torch.arange(len(begins)).repeat_interleave(levels)
         sees = torch.ones(len(self._positions), len(self._positions), dtype=torch.bool).tril()
@@ -104,14 +106,9 @@ class Rows:
         sees[length:, length:] &= owner[:, None] == owner
         self._sees = sees[None, None]
 
-    def losses(self, model: Any, head: DraftHead, windows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the head's loss on all instances, and the model's own on the items. windows: [rows, tokens] int64."""
-        states, followed, logits = self.run(model, head, windows)
-        return head.loss(states, followed), cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
-
     def run(self, model: Any, head: DraftHead, windows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the states of all instances, [instances, levels + 1, d], the items that followed, [instances, levels],
-        and the model's logits after each token but the last, [rows, tokens - 1, vocabulary]."""
+        """Return all instances' states, [instances, levels + 1, d], the items that followed, [instances, levels], and
+        the model's logits after each token but the last, [rows, tokens - 1, vocabulary]. windows: [rows, tokens]."""
         count, last, device = len(windows), self._begins - 1, windows.device
         placeholders = torch.tensor(head.placeholders, device=device).repeat(len(last)).expand(count, -1)
         hidden = model.base_model(

@@ -160,7 +160,7 @@ def test_without_replacement_the_second_is_drawn_from_what_is_left(name):
     # Races of other seeds, two items each, side by side.
     drawings = [Drawing(built, 2, end_token=END, seed=seed, replace=False) for seed in range(seeds)]
     together = Drawing(built, 2, end_token=END, seed=0, replace=False)
-    together._races = [drawing._races[0] for drawing in drawings]
+    together._races = {i: drawing._races[0] for i, drawing in enumerate(drawings)}
     pairs = np.zeros((len(number), len(number)))
     for first, second in decided(run(toy.items, of_toy(toy), together, END, 8)):
         pairs[number[first[0]], number[second[0]]] += 1

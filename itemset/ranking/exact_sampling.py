@@ -77,8 +77,8 @@ class Drawing(Rounds):
         races, self._k = (n, 1) if options.get("replace", True) else (1, n)
         self._keys = np.random.SeedSequence(options.get("seed")).generate_state(races, "u8")
         roots = [(log_exponential(key) - tree.nodes["mass"][ROOT], key, 0.0, ROOT, 0) for key in self._keys]
-        self._races = [Race(self._k, np.array([root], ENTRY)) for root in roots]
-        self._known: Mapping[int, Sequence[Item]] = {}
+        self._races = {i: Race(self._k, np.array([root], ENTRY)) for i, root in enumerate(roots)}
+        self._known: Mapping[int, Sequence[Item]] = {}  # of the other races
         self._before = 0, 0
         self._approximate = options.get("approximate", False)
 
@@ -93,36 +93,28 @@ class Drawing(Rounds):
         The others begin again, with the same result. Returns that if nothing is left to do, and something was drawn.
         """
         self._known, self._before = known, (passes, rounds)
-        return self.result if len(known) == len(self._races) and any(known.values()) else None
+        self._races = {i: race for i, race in self._races.items() if i not in known}
+        return None if self._races or not any(known.values()) else self.result
 
     @property
     def result(self) -> Found:
         """Return the draws, none if the whole set has probability zero. Raises CutOffError: see `DrawingOptions`."""
-        cut = any(i not in self._known and not race.over for i, race in enumerate(self._races))
+        cut = not all(race.over for race in self._races.values())
         if cut and not self._approximate:
             raise CutOffError(f"the draws need more than {self._taken} passes")
-        ended = [race if i in self._known else self._ended(race) for i, race in enumerate(self._races)]
-        nodes = [node for i, race in enumerate(ended) if i not in self._known for node in race.items]
-        scored = iter(self.tree.items(self.tree.nodes[np.array(nodes, np.int64)]))
-        items = list[Item]()
-        for i, race in enumerate(self._races):
-            exact = len(race.items)
-            drawn = range(len(ended[i].items))
-            items += self._known.get(i) or [Item(*next(scored), {"exact": n < exact}) for n in drawn]
+        ended = {i: race.cut_off(self.tree) for i, race in self._races.items()}
+        nodes = [node for race in ended.values() for node in race.items]
+        scored, drawn = iter(self.tree.items(self.tree.nodes[np.array(nodes, np.int64)])), {**self._known}
+        for i, race in ended.items():
+            exact = len(self._races[i].items)
+            drawn[i] = [Item(*next(scored), {"exact": n < exact}) for n in range(len(race.items))]
+        items = [item for i in range(len(drawn)) for item in drawn[i]]
         passes, rounds = self._before
         left = self.tree.unknown_share() if cut else 0.0
         return Found(items, passes + self._taken, rounds + self._rounds, open=left)
 
-    def _ended(self, race: "Race") -> "Race":
-        """Return a race at its end, among the scored items alone if it was cut off."""
-        if not race.over:
-            race = race.copy()
-            race.run(self.tree, known_only=True)
-        return race
-
     def _next_nodes(self) -> list[int]:
-        racing = (race for i, race in enumerate(self._races) if i not in self._known)
-        waiting = [race for race in racing if not race.run(self.tree)]
+        waiting = [race for race in self._races.values() if not race.run(self.tree)]
         nodes = list(dict.fromkeys(race.waits_for for race in waiting))[: self._left]
         if not nodes:
             return []
@@ -167,6 +159,12 @@ class Race:
 
     def copy(self) -> "Race":
         return replace(self, heap=self.heap.copy(), items=self.items.copy())
+
+    def cut_off(self, tree: ScoredTree) -> "Race":
+        """Return the race at its end, among the scored items alone if it is not over."""
+        ended = self.copy()
+        ended.run(tree, known_only=True)
+        return ended
 
     def look_ahead(self, tree: ScoredTree, count: int) -> list[int]:
         """Mark as PENDING, and return, up to `count` nodes that the race will need next unless it is over before."""

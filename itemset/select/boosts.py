@@ -11,13 +11,12 @@ from numpy.typing import NDArray
 
 from itemset.errors import ItemSetError, shown
 from itemset.item_set import ItemSet
-from itemset.select.filters import known
+from itemset.select.filters import PER_SECOND, known
 from itemset.trie.attributes import kind_of
 
 MOST_ATTRIBUTES = 8  # of one boost
 MOST = 1_000.0  # that may be added to a score, or taken from it: e^1,000 and more would be no search for items
 Placed = tuple[NDArray[np.int64], NDArray[np.float64]]  # of boosted keys: their places, and what each adds
-_DAY = {"s": 86_400, "ms": 86_400 * 10**3, "us": 86_400 * 10**6, "ns": 86_400 * 10**9}
 _NUMBERS = ("integer", "float", "bool", "date", "timestamp")
 
 
@@ -68,7 +67,7 @@ def _numbers(column: pa.ChunkedArray, label: str) -> NDArray[np.float64]:
     if label == "date":
         column = column.cast(pa.date32()).cast(pa.int32())
     elif label == "timestamp":
-        unit, column = _DAY[column.type.unit], column.cast(pa.int64())
+        unit, column = 86_400 * PER_SECOND[column.type.unit], column.cast(pa.int64())
     numbers: NDArray[np.float64] = pc.fill_null(column.cast(pa.float64(), safe=False), 0.0).to_numpy()
     if np.isnan(numbers).any():
         numbers = np.nan_to_num(numbers, posinf=np.inf, neginf=-np.inf)

@@ -38,7 +38,7 @@ _COMPARED = {"$gt": "greater", "$gte": "greater_equal", "$lt": "less", "$lte": "
 _OPERATORS = ("$eq", "$ne", *_COMPARED, "$in", "$nin", "$exists", "$not")
 _JOINED = ("$and", "$or", "$not")
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-_PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
+PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 _EXPECTED: dict[str, tuple[Any, str]] = {
     "bool": (bool, "true or false"),
     "integer": (int | float, "a number"),
@@ -242,7 +242,7 @@ def _parse(value: Any, label: str, kind: Any) -> Any:
         moment = datetime.fromisoformat(value)
         since = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)) - _EPOCH
         seconds = Fraction(since.days * 86_400 + since.seconds) + Fraction(since.microseconds, 10**6)
-        return seconds / 86_400 if label == "date" else seconds * _PER_SECOND[kind.unit]
+        return seconds / 86_400 if label == "date" else seconds * PER_SECOND[kind.unit]
     if label == "string":
         value.encode()  # half of a surrogate pair is a ValueError
     return value

@@ -113,10 +113,8 @@ def view(
         if not len(places):
             raise _nothing_left(f"only_keys leaves 0 keys of the {len(seen):,} items")
         seen = only(seen, places)
-    if boost:
-        seen = boosted(seen, boost, by_place(seen, boost_keys or {}))
-    elif boost_keys:
-        seen = boosted_by_keys(seen, by_place(seen, boost_keys))
+    if boost or boost_keys:
+        seen = boosted(seen, boost or {}, by_place(seen, boost_keys or {}))
     if seen.is_steered and not item_set.is_steered:
         check_size(seen)
     return seen
@@ -160,10 +158,13 @@ def boosts_come_first(item_set: ItemSet, exclude_keys: Any, only_keys: Any) -> b
 
 
 def boosted(base: ItemSet, boost: Mapping[str, float], keyed: Placed) -> ItemSet:
-    """Return the set or view with a potential of each edge; of a set that `only` has made, such a set.
+    """Return the set or view with a potential of each edge; of a set that `only` has made, such a set. Without `boost`
+    the view has those of a few items, at a cost in proportion.
 
     boost: as for `view`. keyed: of its `by_place`. Raises as `of_keys`.
     """
+    if not boost and base.rows_of is None:
+        return _boosted_by_keys(base, *keyed)
     sums, starts, whole = of_keys(base, boost), base.key_starts, base.whole
     places, added = keyed
     sums[places] += added
@@ -201,11 +202,7 @@ def _with_potential(base: ItemSet, found: NDArray[np.uint32]) -> ItemSet:
     return made
 
 
-def boosted_by_keys(base: ItemSet, keyed: Placed) -> ItemSet:
-    """Return the set or view with potentials of a few items, at a cost in proportion. keyed: as for `boosted`."""
-    if base.rows_of is not None:  # a small set of its own
-        return boosted(base, {}, keyed)
-    places, values = keyed
+def _boosted_by_keys(base: ItemSet, places: NDArray[np.int64], values: NDArray[np.float64]) -> ItemSet:
     if not len(places):
         return base
     numbers, starts, whole = places, base.key_starts, base.whole

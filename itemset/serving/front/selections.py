@@ -16,7 +16,7 @@ from itemset.select import boosts
 from itemset.select.boosts import by_place
 from itemset.select.filters import check_size, digits
 from itemset.select.prompt_items import TextIndex, in_tokens
-from itemset.select.views import View, boosted, boosted_by_keys, boosts_come_first, tempered, view, view_from_bytes
+from itemset.select.views import View, boosted, boosts_come_first, tempered, view, view_from_bytes
 from itemset.serving.catalogue import OVERHEAD, Catalogue, InlineSet, RefusedError
 from itemset.serving.config import StaticConfig, Words
 from itemset.serving.front.request import ItemRequest
@@ -170,7 +170,7 @@ def _steered(seen: ItemSet, steering: Mapping[str, Any]) -> ItemSet:
         with _naming(BOOST_KEYS):
             keyed = by_place(seen, steering.get(BOOST_KEYS, {}))
         with _naming(BOOST):
-            return boosted(seen, steering[BOOST], keyed) if BOOST in steering else boosted_by_keys(seen, keyed)
+            return boosted(seen, steering.get(BOOST, {}), keyed)
     return seen
 
 

@@ -55,12 +55,8 @@ def best(now: Pass, sums: Tensor, ends: Tensor, size: int, wanted: int) -> tuple
 
 def follow(now: Pass, sums: Tensor, ends: Tensor, keys: Tensor, places: Tensor, rows: int, riding: int) -> Rows:
     new = Rows.empty(len(sums), rows, now.rows.tokens.shape[2], now.arena.device)
-    given, out = (*_arguments(now), now.rules.end_token, sums.numpy()), [tensor.numpy() for tensor in new]
-    _clear(now.rows.table.numpy(), *out)
-    if riding:
-        _ride(*given, now.taken, now.rules.norm, riding, *out)
-    chosen = (tensor.numpy() for tensor in (ends, keys, places, now.offsets))
-    _follow(*given, *chosen, now.taken, now.rules.whole, now.rules[3:], riding, *out)
+    tables = (tensor.numpy() for tensor in (sums, ends, keys, places, now.offsets, *new))
+    _follow(*_arguments(now), now.rules.end_token, *tables, now.taken, now.rules.whole, now.rules[3:], riding)
     return new
 
 
@@ -235,21 +231,19 @@ def _replace(keys, places, key, place):
 
 
 @compiled
-def _clear(table, new, new_tokens):
-    new[:], new_tokens[:] = 0, -1
-    for one in range(new.shape[1]):
-        new[STATE, one], new[form.TAIL, one] = table[STATE, one, 0] & ~LOCAL | DEAD, -1
-        new.view(np.float64)[SCORE, one] = new.view(np.float64)[form.LOG, one] = -np.inf
-
-
-@compiled
-def _ride(sets, logits, strides, columns, table, tokens, bars, end_token, sums, taken, norm, riding, new, new_tokens):
-    """Score the next token of each beam's tail, of which others are left for later passes."""
+def _follow(
+    sets, logits, strides, columns, table, tokens, bars, end_token, sums, ends, keys, places, offsets, new, new_tokens,
+    taken, whole, weights, riding,
+):  # fmt: skip
     lists, count, queries = sums.shape
-    reals, new_reals = table.view(np.float64), new.view(np.float64)
+    (power, boost, _, norm), reals, new_reals = weights, table.view(np.float64), new.view(np.float64)
+    new[:], new_tokens[:] = 0, -1
     for one in range(lists):
-        n = 0
-        for beam in range(count):
+        number, n = table[STATE, one, 0] & ~LOCAL, 0
+        tables = pointers_at(row_at(sets, number))
+        new[STATE, one], new[form.TAIL, one] = number | DEAD, -1
+        new_reals[SCORE, one] = new_reals[form.LOG, one] = -np.inf
+        for beam in range(count):  # the next token of each tail, of which others are left for later passes
             tail = table[form.TAIL, one, beam]
             if n == riding or not reals[SCORE, one, beam] > bars[one, -1] or tail + (end_token >= 0) <= queries:
                 continue
@@ -260,18 +254,6 @@ def _ride(sets, logits, strides, columns, table, tokens, bars, end_token, sums, 
             new[STATE, one, n], new[form.TAIL, one, n] = table[STATE, one, beam], tail - 1
             new[form.PARENT, one, n], new_tokens[one, n] = beam, tokens[one, beam]
             n += 1
-
-
-@compiled
-def _follow(
-    sets, logits, strides, columns, table, tokens, bars, end_token, sums, ends, keys, places, offsets, taken,
-    whole, weights, riding, new, new_tokens,
-):  # fmt: skip
-    lists, count, _ = sums.shape
-    (power, boost, _, norm), reals, new_reals = weights, table.view(np.float64), new.view(np.float64)
-    for one in range(lists):
-        number = table[STATE, one, 0] & ~LOCAL
-        tables = pointers_at(row_at(sets, number))
         for n in range(riding, new.shape[2]):
             place = places[one, n - riding]
             if keys[one, n - riding] == NOTHING:

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from fractions import Fraction
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -51,13 +51,7 @@ _EXPECTED: dict[str, tuple[Any, str]] = {
 Rows = NDArray[np.bool_]
 Test = Callable[[pa.RecordBatch], Rows]
 Compare = Callable[[pa.Array], Rows]
-
-
-class _Condition(NamedTuple):
-    """What a message calls it, and which rows of a batch pass."""
-
-    name: str
-    test: Test
+Condition = tuple[str, Test]  # what a message calls it, and which rows of a batch pass
 
 
 def passing(query: Mapping[str, Any], attributes: pa.Table) -> Rows:
@@ -78,7 +72,7 @@ def leaves(query: Mapping[str, Any], attributes: pa.Table) -> str:
     )
 
 
-def _conditions(query: Any, attributes: pa.Table) -> list[_Condition]:
+def _conditions(query: Any, attributes: pa.Table) -> list[Condition]:
     check_size(query)
     return _Reader(attributes.schema).query(query, 0)
 
@@ -127,7 +121,7 @@ class _Reader:
         self._schema = schema
         self._conditions = 0
 
-    def query(self, query: Any, depth: int) -> list[_Condition]:
+    def query(self, query: Any, depth: int) -> list[Condition]:
         """Return conditions that must all hold."""
         if not isinstance(query, Mapping):
             raise ItemSetError(f'a filter is an object such as {{"region": "DE"}}, not {_shown(query)}')
@@ -136,9 +130,9 @@ class _Reader:
             self._count()
         return list(chain.from_iterable(self._entry(name, value, depth + 1) for name, value in query.items()))
 
-    def _entry(self, name: Any, value: Any, depth: int) -> list[_Condition]:
+    def _entry(self, name: Any, value: Any, depth: int) -> list[Condition]:
         if name == "$not":
-            return [_Condition(f"$not {_shown(value)}", _not(_all(self.query(value, depth))))]
+            return [(f"$not {_shown(value)}", _not(_all(self.query(value, depth))))]
         if name in _JOINED:
             if not isinstance(value, list | tuple) or not value:
                 raise ItemSetError(f"{name} takes a list of filters, not {_shown(value)}")
@@ -147,7 +141,7 @@ class _Reader:
                 return list(chain.from_iterable(parts))
             tests = [_all(part) for part in parts]
             either: Test = lambda batch: functools.reduce(np.bitwise_or, (test(batch) for test in tests))  # noqa: E731
-            return [_Condition(f"$or {_shown(value)}", either)]
+            return [(f"$or {_shown(value)}", either)]
         if isinstance(name, str) and name.startswith("$"):
             mend = "it stands after an attribute" if name in _OPERATORS else f"use {', '.join(_JOINED)}"
             raise ItemSetError(f'{_shown(name)} is no filter: {mend}, as in {{"region": {{"$eq": "DE"}}}}')
@@ -158,33 +152,32 @@ class _Reader:
             raise ItemSetError(f'{self._named(index)} was given a list: write {{"$in": {_shown(value)}}}')
         return self._operators(index, value if isinstance(value, Mapping) else {"$eq": value}, depth)
 
-    def _operators(self, index: int, operators: Mapping[str, Any], depth: int) -> list[_Condition]:
+    def _operators(self, index: int, operators: Mapping[str, Any], depth: int) -> list[Condition]:
         self._check_depth(depth)
         if not operators:
             raise ItemSetError(f"{self._named(index)} has an empty condition: give an operator such as $eq")
         return [self._operator(index, operator, value, depth) for operator, value in operators.items()]
 
-    def _operator(self, index: int, operator: str, value: Any, depth: int) -> _Condition:
+    def _operator(self, index: int, operator: str, value: Any, depth: int) -> Condition:
         self._count()
-        name = f"{_shown(self._schema.field(index).name)} {operator} {_shown(value)}"
+        named, name = self._named(index), f"{_shown(self._schema.field(index).name)} {operator} {_shown(value)}"
         if operator == "$not":
             if not isinstance(value, Mapping):
-                raise ItemSetError(f"$not of {self._named(index)} takes an object of operators, not {_shown(value)}")
-            return _Condition(name, _not(_all(self._operators(index, value, depth + 1))))
+                raise ItemSetError(f"$not of {named} takes an object of operators, not {_shown(value)}")
+            return name, _not(_all(self._operators(index, value, depth + 1)))
         if operator not in _OPERATORS:
-            raise ItemSetError(
-                f"{self._named(index)} was given the operator {_shown(operator)}: use one of {', '.join(_OPERATORS)}"
-            )
+            allowed = ", ".join(_OPERATORS)
+            raise ItemSetError(f"{named} was given the operator {_shown(operator)}: use one of {allowed}")
         if operator == "$exists":
             if not isinstance(value, bool):
-                raise ItemSetError(f"$exists of {self._named(index)} takes true or false, not {_shown(value)}")
-            return _Condition(name, lambda batch: valid(batch.column(index)) == value)
+                raise ItemSetError(f"$exists of {named} takes true or false, not {_shown(value)}")
+            return name, lambda batch: valid(batch.column(index)) == value
         if operator in ("$in", "$nin") and not isinstance(value, list | tuple):
-            raise ItemSetError(f"{operator} of {self._named(index)} takes a list, not {_shown(value)}")
+            raise ItemSetError(f"{operator} of {named} takes a list, not {_shown(value)}")
         positive = {"$ne": "$eq", "$nin": "$in"}.get(operator, operator)
         compare = self._comparison(index, positive, value if positive == "$in" else [value])
         test: Test = lambda batch: _where(batch.column(index), compare)  # noqa: E731
-        return _Condition(name, test if positive == operator else _not(test))
+        return name, test if positive == operator else _not(test)
 
     def _check_depth(self, depth: int) -> None:
         if depth > MAX_DEPTH:
@@ -196,22 +189,20 @@ class _Reader:
             raise ItemSetError(f"the filter has more than {MAX_CONDITIONS} conditions: use $in, or fewer")
 
     def _comparison(self, index: int, operator: str, values: Iterable[Any]) -> Compare:
-        kind = self._schema.field(index).type
+        named, kind = self._named(index), self._schema.field(index).type
         while is_list(kind) or pa.types.is_dictionary(kind):
             kind = kind.value_type
         label = kind_of(kind)
         if label == "bool" and operator in _COMPARED:
-            raise ItemSetError(f"{self._named(index)} takes $eq, $ne, $in, $nin and $exists, not {operator}")
+            raise ItemSetError(f"{named} takes $eq, $ne, $in, $nin and $exists, not {operator}")
         if label not in _EXPECTED:
-            raise ItemSetError(f"{self._named(index)} is of a type that filters do not know: cast it")
-        parsed = []
+            raise ItemSetError(f"{named} is of a type that filters do not know: cast it")
+        parsed, (_, expected) = [], _EXPECTED[label]
         for value in values:
             try:
                 parsed.append(_parse(value, label, kind))
             except (TypeError, ValueError, OverflowError):
-                raise ItemSetError(
-                    f"{operator} of {self._named(index)} was given {_shown(value)}: give {_EXPECTED[label][1]}"
-                ) from None
+                raise ItemSetError(f"{operator} of {named} was given {_shown(value)}: give {expected}") from None
         if label in ("integer", "date", "timestamp"):
             return _compare_integers(operator, parsed, kind)
         return _one_of(parsed, kind) if operator in ("$eq", "$in") else _compared(operator, parsed[0], kind)
@@ -294,8 +285,8 @@ def _where(array: pa.Array, compare: Compare) -> Rows:
     return compare(array)
 
 
-def _all(conditions: list[_Condition]) -> Test:
-    tests = [condition.test for condition in conditions] or [lambda batch: np.ones(len(batch), np.bool_)]
+def _all(conditions: list[Condition]) -> Test:
+    tests = [test for _, test in conditions] or [lambda batch: np.ones(len(batch), np.bool_)]
     return lambda batch: functools.reduce(np.bitwise_and, (test(batch) for test in tests))
 
 

@@ -176,17 +176,14 @@ class DraftHead(nn.Module):
         """
         from safetensors import SafetensorError, safe_open
 
+        name, again = f"the draft head {os.fspath(path)}", "write it again with DraftHead.save"
         try:
             with safe_open(os.fspath(path), framework="pt", device=str(device)) as file:
                 about: Mapping[str, str] = file.metadata() or {}
                 tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
-            raise ItemSetError(
-                f"the draft head {os.fspath(path)} cannot be read ({error}): give a safetensors file that "
-                "DraftHead.save has written"
-            ) from error
-        name = f"the draft head {os.fspath(path)}"
-        again = "write it again with DraftHead.save"
+            mend = "give a safetensors file that DraftHead.save has written"
+            raise ItemSetError(f"{name} cannot be read ({error}): {mend}") from error
         if about.get("format") != FORMAT:
             raise ItemSetError(f"{os.fspath(path)} is no draft head: give a file that DraftHead.save has written")
         if about.get("version") != VERSION:

@@ -217,7 +217,9 @@ class Beams:
         if not self.passes_left:
             raise ValueError("the search is over: no pass is left")
         logits = self._by_list(logits)
-        kernels, rules, riding, size = self._kernels, self._rules, self.riding, self._children()
+        kernels, rules, riding = self._kernels, self._rules, self.riding
+        most_children = self._plan.children if rules.whole else self._plan.successors
+        size = most_children(self.taken, self.rows) if self.taken < self.longest else 0
         now = self._now(logits, columns)
         if sums is None:
             if columns is not None and not self._renormalised:
@@ -297,11 +299,6 @@ class Beams:
             return self.longest + (items == OPEN)
         last_scored = items == OPEN or (items == ENDED and plan.tails[-1] > 0)
         return min(self.longest, plan.levels) + last_scored
-
-    def _children(self) -> int:
-        if self.taken >= self.longest:
-            return 0
-        return (self._plan.children if self._rules.whole else self._plan.successors)(self.taken, self.rows)
 
 
 def items_of(end_token: int | None, renormalised: bool) -> int:

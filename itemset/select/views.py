@@ -4,7 +4,6 @@ import hashlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from itertools import compress
 from typing import Any, NoReturn
 
 import numpy as np
@@ -61,8 +60,7 @@ class View(ItemSet):
 
     def items(self) -> list[list[int]]:
         """Return the tokens of each of its items, in the set's own order."""
-        items = self.whole.items()
-        return list(compress(items, (self._numbers_of(as_rows(items)) >= 0).tolist()))
+        return self.items_at(np.flatnonzero(self.whole.numbers_in(self) >= 0))
 
     def save(self, path: str | os.PathLike[str]) -> NoReturn:
         raise ItemSetError("a view cannot be saved: save the set itself, and filter it again")

@@ -8,7 +8,7 @@ alone: not on the rounds, nor on other draws, nor on who runs the race. `beams.B
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypedDict, Unpack
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,52 +35,43 @@ class CutOffError(ValueError):
     """The passes ended before the draws did. To answer with the draws that had ended would favour likely items."""
 
 
-class DrawingOptions(TypedDict, total=False):
-    """How to draw."""
-
-    # Whether the n draws are independent, so that an item may occur again: the default. Else n distinct items, each
-    # drawn from what the others have left: fewer if the set has fewer.
-    replace: bool
-    # T, over items: one of probability p and boost b (`itemset.view`) is drawn with a weight of (p * e^b)^(1/T).
-    temperature: float
-    boost: float  # what boosts are multiplied by
-    seed: int | None  # of all random numbers; another one each time if None
-    # Passes in a round at least, if they can be of use; by default rounds grow with the passes so far.
-    width: int | None
-    max_passes: int | None  # stop after these
-    approximate: bool  # unfinished draws then go on among the scored items; else `result` raises CutOffError
-
-
 class Drawing(Rounds):
     """Draws of items, all of which share the passes: a round scores the prefix that each unfinished draw waits for and,
     up to its width, those that they will need next. An answer says of an item whether its race was run to the end."""
 
-    def __init__(self, item_set: ItemSet, n: int, *, end_token: int, **options: Unpack[DrawingOptions]) -> None:
+    def __init__(
+        self, item_set: ItemSet, n: int, *, end_token: int, replace: bool = True, temperature: float = 1.0,
+        boost: float = 1.0, seed: int | None = None, width: int | None = None, max_passes: int | None = None,
+        approximate: bool = False,
+    ) -> None:  # fmt: skip
         """Raises ValueError if n, width or max_passes is less than 1, or the temperature not above 0.
 
         end_token: counts in an item's probability: else an item that is the beginning of another would count twice.
+        replace: the n draws are independent, so that an item may occur again. Else they are n distinct items, each
+        drawn from what the others have left: fewer if the set has fewer.
+        temperature: T, over items: one of probability p and boost b (`view`) is drawn with a weight of (p * e^b)^(1/T).
+        boost: what boosts are multiplied by. seed: of all random numbers; another one each time if None.
+        width: passes in a round at least, if they can be of use; by default rounds grow with the passes so far.
+        max_passes: stop after these. approximate: unfinished draws then go on among the scored items; else `result`
+        raises CutOffError.
         """
-        temperature, self._width = options.get("temperature", 1.0), options.get("width")
-        check_positive(n=n, width=self._width, max_passes=options.get("max_passes"))
+        check_positive(n=n, width=width, max_passes=max_passes)
         if not 0 < temperature < math.inf:
             raise ValueError(f"temperature is {temperature}: make it more than 0")
-        boost = options.get("boost", 1.0) / temperature
-        if temperature > 1:  # its potentials have all of that
-            if item_set.temperature != temperature:
-                item_set = tempered(item_set, temperature, options.get("boost", 1.0))
-            boost = 1.0
+        if temperature > 1 and item_set.temperature != temperature:
+            item_set = tempered(item_set, temperature, boost)
+        boost = 1.0 if temperature > 1 else boost / temperature  # above 1 the potentials have all of that
         # Where potentials count items that are left out, they may fall within certain tokens: beams see that there.
         tables = item_set.trie.tables
         loose = item_set.is_steered and bool(len(tables.dead) or len(tables.boosted))
         tree = ScoredTree(item_set, end_token=end_token, power=1 / temperature, boost=boost, forced=not loose)
-        super().__init__(tree, options.get("max_passes"))
-        races, self._k = (n, 1) if options.get("replace", True) else (1, n)
-        self._keys = np.random.SeedSequence(options.get("seed")).generate_state(races, "u8")
+        super().__init__(tree, max_passes)
+        races, self._k = (n, 1) if replace else (1, n)
+        self._keys = np.random.SeedSequence(seed).generate_state(races, "u8")
         roots = [(log_exponential(key) - tree.nodes["mass"][ROOT], key, 0.0, ROOT, 0) for key in self._keys]
         self._races = {i: Race(self._k, np.array([root], ENTRY)) for i, root in enumerate(roots)}
         self._known: Mapping[int, Sequence[Item]] = {}  # of the other races
-        self._before = 0, 0
-        self._approximate = options.get("approximate", False)
+        self._before, self._width, self._approximate = (0, 0), width, approximate
 
     @property
     def races(self) -> tuple[list[int], int]:
@@ -98,7 +89,7 @@ class Drawing(Rounds):
 
     @property
     def result(self) -> Found:
-        """Return the draws, none if the whole set has probability zero. Raises CutOffError: see `DrawingOptions`."""
+        """Return the draws, none if the whole set has probability zero. Raises CutOffError unless `approximate`."""
         cut = not all(race.over for race in self._races.values())
         if cut and not self._approximate:
             raise CutOffError(f"the draws need more than {self._taken} passes")

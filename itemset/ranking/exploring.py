@@ -6,7 +6,7 @@ from typing import Any
 
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
-from itemset.ranking.exact_sampling import Drawing, DrawingOptions
+from itemset.ranking.exact_sampling import Drawing
 from itemset.ranking.scored_tree import Answer, Pass
 from itemset.ranking.search import Found, Item, Rounds, Search
 from itemset.select.views import view
@@ -23,8 +23,7 @@ class Exploring(Rounds):
         """best: of the same set. The others as for `Drawing`."""
         super().__init__(best.tree, None)
         self._of, self._best, self._n = item_set, best, n
-        self._end = end_token
-        self._options: DrawingOptions = {"boost": boost, "max_passes": max_passes, "seed": seed, "replace": False}
+        self._options: dict[str, Any] = {"end_token": end_token, "boost": boost, "max_passes": max_passes, "seed": seed}
         self._made: Found | None = None
         self._draws: Drawing | None = None
 
@@ -50,7 +49,7 @@ class Exploring(Rounds):
                 rest = view(self._of, exclude_keys=listed)
             except ItemSetError:  # what is left has keys of the best items, too
                 return []
-            self._draws = Drawing(rest, self._n, end_token=self._end, **self._options)
+            self._draws = Drawing(rest, self._n, replace=False, **self._options)
         return self._draws.passes
 
     @property

@@ -117,8 +117,8 @@ def test_fewer_where_the_engine_is_slow():
 
 
 def test_a_pace_is_what_the_engine_keeps():
-    pace = Pace(2, 32)
-    assert pace.limit == 2  # nothing is known
+    pace = Pace(32)
+    assert pace.limit == 1  # nothing is known
     pace.took(2, 0.02)
     assert pace.limit == 10
     for _ in range(100):
@@ -126,7 +126,7 @@ def test_a_pace_is_what_the_engine_keeps():
     assert pace.limit == 32
     for _ in range(100):
         pace.took(32, 10.0)
-    assert pace.limit == 2
+    assert pace.limit == 1
 
 
 @pytest.mark.parametrize(("k", "options"), [(3, {}), (5, {"exact": True}), (20, {"width": 64})])
@@ -240,14 +240,26 @@ def test_searches_run_together_as_each_alone():
 def test_refusals_are_remembered_and_logged_once():
     logged: list[str] = []
     refusals = OneRequest(lambda text, reason: logged.append(reason), beams=1, widest=None, too_many="")
-    refusals.refused("no room now")
-    assert refusals.why("films", 8) is None
+    refuse(refusals, NoList.NO_ROOM_NOW, 8)
+    assert tried(refusals, "films", 8)
     for width in range(8, 300):
-        refusals.refused("too deep", of=("films", width))
-    assert (refusals.why("films", 299), refusals.why("films", 8)) == ("too deep", None)  # the oldest are forgotten
-    refusals.refused("no blocks", always=True)
-    assert refusals.why("others", 1) == "no blocks"
-    assert logged == ["no room now", "too deep", "no blocks"]
+        refuse(refusals, NoList.TOO_DEEP, width)
+    assert (tried(refusals, "films", 299), tried(refusals, "films", 8)) == (False, True)  # the oldest are forgotten
+    refuse(refusals, NoList.NO_BLOCKS, 8)
+    assert not tried(refusals, "others", 1)
+    assert logged == [reason.value for reason in (NoList.NO_ROOM_NOW, NoList.TOO_DEEP, NoList.NO_BLOCKS)]
+
+
+def refuse(one: OneRequest, reason: NoList, width: int, detail: str = "") -> None:
+    """The engine says that it does not make a list."""
+    carried = EngineRequest(SetRef("films"), ListSpec(1, width, END))
+    assert one.outcome(carried, ListResult(reason=reason, detail=detail), None) is None
+
+
+def tried(one: OneRequest, reference: str, width: int) -> bool:
+    """Whether the engine is asked for a list."""
+    search = Search(ITEMS, 1, width=width, end_token=END)
+    return one.spec(ListOptions(1, width=width), reference, search, END, placeholders=0, reasons={}) is not None
 
 
 def test_why_all_lists_take_rounds_is_said_with_its_mend():
@@ -263,11 +275,11 @@ def test_why_all_lists_take_rounds_is_said_with_its_mend():
     assert made("a test's drafts").by_rounds == "a test's drafts (a flag)"
     assert gauge("a test's drafts") == 1
     later = made()
-    later.refused("no room", of=("films", 8))
+    refuse(later, NoList.NO_ROOM, 8)
     assert later.by_rounds is None
-    later.refused("a test's blocks", always=True)
+    refuse(later, NoList.NO_BLOCKS, 8, "a test's blocks")
     assert later.by_rounds == "a test's blocks (a flag)"
-    assert (gauge("a test's blocks"), gauge("no room")) == (1, None)
+    assert (gauge("a test's blocks"), gauge(NoList.NO_ROOM.value)) == (1, None)
 
 
 def test_where_64_beams_have_no_room_the_next_list_has_half():
@@ -275,10 +287,9 @@ def test_where_64_beams_have_no_room_the_next_list_has_half():
     one = OneRequest(lambda text, reason: logged.append(reason), beams=512, widest=512, too_many="")
     assert one.usual_beams("films") == 512
     for beams, left in ((64, 32), (32, 16), (16, 8)):
-        carried = EngineRequest(SetRef("films"), ListSpec(4, beams, END))
-        assert one.outcome(carried, ListResult(reason=NoList.NO_ROOM), None) is None
+        refuse(one, NoList.NO_ROOM, beams)
         assert one.usual_beams("films") == left
-        assert one.why("films", beams) == NoList.NO_ROOM.value
+        assert not tried(one, "films", beams)
     assert one.usual_beams("songs") == 512
 
 

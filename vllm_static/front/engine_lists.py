@@ -29,7 +29,7 @@ class EngineLists(OneRequest):
         self._taken, self.under_way = 0, 0  # beams; lists that have some
         self._turn, self._freed = asyncio.Lock(), asyncio.Event()
         self._others_until = 0.0
-        self._pace = Pace(1, beams * self._engines)
+        self._pace = Pace(beams * self._engines)
         self._asks_workers = limit is None
 
     def read(self, carried: EngineRequest, table: Any, search: Any) -> Any:

@@ -4,6 +4,7 @@ Rounds make the lists, and end the draws, that the engine does not: offline, or 
 """
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -60,21 +61,18 @@ def search_for(
         message = f"max_passes={options.max_passes:,} is more than this engine's limit of {most:,}: lower it, or raise "
         raise RefusedError(reason, message + words.option("ranked_list_passes"), "max_passes")
     most, given = max(1, most), msgspec.structs.asdict(options)
-    if isinstance(options, ListOptions):
-        scored_end = None if given.pop("without_end") else end_token
-        explored = given.pop("explore") or 0
-        given |= {"k": given.pop("n") - explored, "end_token": scored_end, "proof_passes": most, "boost": boost}
-        if at_most := given.pop("at_most"):
-            return QuotaSearch(item_set, at_most=at_most, most=limit, **given)
-        best = Search(item_set, **given)
-        limits: dict[str, Any] = {"end_token": end_token, "boost": boost, "max_passes": options.max_passes or most}
-        return Exploring(item_set, best, explored, **limits) if explored else best
-    n, passes = options.n, options.max_passes or most
-    if options.draw == IMPORTANCE:
-        common: dict[str, Any] = {"end_token": end_token, "seed": options.seed, "max_passes": passes}
-        return Importance(item_set, n, candidates=options.candidates or 1, **common)
-    exact = {name: given[name] for name in ("seed", *OF_EXACT)}
-    return Drawing(item_set, n, end_token=end_token, max_passes=passes, boost=boost, **exact)
+    common: dict[str, Any] = {"end_token": end_token, "max_passes": options.max_passes or most}
+    if isinstance(options, DrawOptions):
+        common["seed"] = options.seed
+        if options.draw == IMPORTANCE:
+            return Importance(item_set, options.n, candidates=options.candidates or 1, **common)
+        return Drawing(item_set, options.n, boost=boost, **common, **{name: given[name] for name in OF_EXACT})
+    scored_end, explored = None if given.pop("without_end") else end_token, given.pop("explore") or 0
+    given |= {"k": given.pop("n") - explored, "end_token": scored_end, "proof_passes": most, "boost": boost}
+    if at_most := given.pop("at_most"):
+        return QuotaSearch(item_set, at_most=at_most, most=limit, **given)
+    best = Search(item_set, **given)
+    return Exploring(item_set, best, explored, boost=boost, **common) if explored else best
 
 
 def run_together(
@@ -107,25 +105,24 @@ def result_of(search: Rounds) -> Found:
 
 
 class OneRequest:
-    """Says which lists and draws the engine may make, reads what it has made, and counts both.
+    """Says which lists and draws the engine may make, reads what it has made, and counts both. It remembers why rounds
+    must make the others, and logs each reason once.
 
-    What the engine does not make, rounds of requests make: it remembers why, and logs each reason once.
-
-    beams: for all races of some draws. widest: beams of a list; None if the engine decides.
+    beams: for all races of some draws. widest: beams of a list; None if the engine decides. always: why rounds make all
+    lists, as far as it is known.
     """
 
     def __init__(
         self, warn: Callable[[str, str], None], *, beams: int, widest: int | None, too_many: str, always: str = "",
         with_mend: Callable[[str], str] = str,
     ) -> None:  # fmt: skip
-        """warn: of a logger. too_many: the label of draws with more beams. always: why rounds make all lists.
-        with_mend: adds to a reason what would make lists in one request.
+        """warn: of a logger. too_many: the label of draws with more beams. with_mend: adds to a reason what would make
+        lists in one request.
         """
-        self.beams, self.widest, self._too_many, self.always = beams, widest, too_many, ""
+        self.beams, self.widest, self._too_many, self._with_mend = beams, widest, too_many, with_mend
         self._warn, self._of = lru_cache(_KEPT)(warn), dict[tuple[str, Width], str]()
-        self._with_mend = with_mend
-        self._note(always)
         self._room = dict[str, int]()  # of sets for whose lists as many beams as usual were too many
+        self._note(always)
 
     def _note(self, always: str) -> None:
         self.always = always
@@ -134,31 +131,28 @@ class OneRequest:
 
     @property
     def by_rounds(self) -> str | None:
-        """Why rounds of requests make all lists, as far as it is known, and what mends it."""
+        """Return `always`, and what mends it."""
         return self._with_mend(self.always) if self.always else None
 
     def usual_beams(self, reference: str) -> int:
-        """Return how many beams the engine has for a list of this set, as far as it is known: the most that one has
-        that does not say. Beside them there may be as many tails."""
+        """Return the most beams that a list of this set has which does not say how many, as far as the engine's room
+        is known. Beside them there may be as many tails."""
         return self._room.get(reference, self.beams // 2 if self.widest is None else self.widest)
 
-    def why(self, reference: str, width: Width) -> str | None:
-        """Return why rounds must make a list of this set and width, as far as it is known."""
-        return self.always or self._of.get((reference, width))
-
-    def refused(
-        self, reason: str, *, detail: str = "", of: tuple[str, Width] | None = None, always: bool = False
-    ) -> None:
-        """Note that the engine did not make a list. detail: for the log. of: the set and width that it never makes."""
-        if always:
-            self._note(reason)
-        if of is not None:
+    def _refused(self, reference: str, spec: ListSpec, result: ListResult) -> str:
+        """Note why the engine did not make a list. Return the label of that."""
+        reason = result.reason or NoList.HOST_PATH
+        label = reason.value
+        if reason.scope == "engine":
+            self._note(label := result.detail or label)
+        elif reason.scope == "set":  # never with so many beams
             if len(self._of) >= _KEPT:
                 self._of.clear()
                 self._room.clear()
-            self._of[of] = reason
-            self._room[of[0]] = widest(of[1]) // 2
-        self._warn("A ranked list takes rounds of requests: %s", detail or reason)
+            of, width = key = _key(reference, spec)
+            self._of[key], self._room[of] = label, widest(width) // 2
+        self._warn("A ranked list takes rounds of requests: %s", result.detail or label)
+        return label
 
     def spec(
         self, options: ListOptions | DrawOptions, reference: str, search: Any, end_token: int, *, placeholders: int,
@@ -191,7 +185,7 @@ class OneRequest:
             more = {"max_passes": options.max_passes is not None, self._too_many: width is None}
         else:
             return None  # draws by importance
-        known = self.why(*_key(reference, spec))
+        known = self.always or self._of.get(_key(reference, spec))
         if reason := known or next((reason for reason, holds in {**more, **reasons}.items() if holds), None):
             _ways(spec).labels(reason).inc()
             return None
@@ -206,21 +200,18 @@ class OneRequest:
         assert carried.ranked is not None
         spec, reference = carried.ranked, carried.item_set.reference
         made: Found | None = None
-        reason, way = result.reason, "draft head" if spec.placeholders else metrics.ONE_REQUEST
-        if reason is None and spec.races:
+        way = "draft head" if spec.placeholders else metrics.ONE_REQUEST
+        if result.reason is None and spec.races:
             decided = {i: items for i, items in enumerate(result.items) if result.proven or len(items) == spec.k}
             known = {i: [Item(*item, {"exact": True}) for item in items] for i, items in decided.items()}
             made = search.begin_with(known, result.passes, result.rounds)
             way = metrics.UNDECIDED if made is None else way
-        elif reason is None and any(result.items):
+        elif result.reason is None and any(result.items):
             (items,) = result.items
             ranked = ordered(items, search.tree.scores(items))
             made = search.begin_with(Found(ranked, result.passes, result.rounds, proven=result.proven))
         else:
-            reason = reason or NoList.HOST_PATH
-            way = result.detail if result.detail and reason.scope == "engine" else reason.value
-            of = _key(reference, spec) if reason.scope == "set" else None
-            self.refused(way, detail=result.detail, of=of, always=reason.scope == "engine")
+            way = self._refused(reference, spec, result)
         _ways(spec).labels(way).inc()
         return made
 
@@ -237,24 +228,20 @@ def _ways(spec: ListSpec) -> Any:
 class Pace:
     """How much of lists an engine may have at a time, so that whoever comes next waits no longer than PATIENCE for it.
 
-    The unit is what makes its steps longer: requests, or beams.
+    The unit is what makes its steps longer: requests, or beams. One is allowed whatever it takes.
     """
 
-    def __init__(self, least: int, most: int) -> None:
-        """least, most: units, whatever they take."""
-        self._least, self.most = least, most
-        self._each: float | None = None  # seconds that a unit takes; not known at first
+    def __init__(self, most: int) -> None:
+        self.most, self._each = most, math.inf  # seconds that a unit takes; not known at first
 
     @property
     def limit(self) -> int:
-        if self._each is None:
-            return self._least
-        return min(self.most, max(self._least, int(PATIENCE / self._each)))
+        return min(self.most, max(1, int(PATIENCE / self._each)))
 
     def took(self, units: int, seconds: float) -> None:
         """Note how long the engine took while it had this many units."""
         each = max(seconds, 1e-6) / max(1, units)
-        self._each = each if self._each is None else 0.9 * self._each + 0.1 * each
+        self._each = each if self._each == math.inf else 0.9 * self._each + 0.1 * each
 
 
 class Lists:
@@ -273,11 +260,12 @@ class Lists:
         warn: of a logger, for the first list that takes LONG. shorter: what in the engine's flags would shorten it.
         """
         self._few = max(1, seats // FEW)
-        self._pace = Pace(1, max(1, seats // 2))
-        why = "it takes rounds of requests, a forward pass for each beam and round"
-        mend = f"a smaller `width`, or `renormalised`, shortens lists{shorter}"
-        say_why = partial(warn, "A ranked list has taken %g s and goes on: %s; %s", LONG, why, mend)
-        self._say_why = cache(say_why)  # the first time alone
+        self._pace = Pace(max(1, seats // 2))
+        text = (
+            "A ranked list has taken %g s and goes on: it takes rounds of requests, a forward pass for each beam and "
+            "round; a smaller `width`, or `renormalised`, shortens lists%s"
+        )
+        self._say_why = cache(partial(warn, text, LONG, shorter))  # the first time alone
         self._unfinished = unfinished
         self._under_way, self._others, self._others_at = 0, 0, -OTHERS_STAY
         self._turn, self._freed = asyncio.Lock(), asyncio.Event()

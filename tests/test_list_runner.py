@@ -259,7 +259,7 @@ def refuse(one: OneRequest, reason: NoList, width: int, detail: str = "") -> Non
 def tried(one: OneRequest, reference: str, width: int) -> bool:
     """Whether the engine is asked for a list."""
     search = Search(ITEMS, 1, width=width, end_token=END)
-    return one.spec(ListOptions(1, width=width), reference, search, END, placeholders=0, reasons={}) is not None
+    return one.spec(ListOptions(1, width=width), reference, search, END, 0, {}) is not None
 
 
 def test_why_all_lists_take_rounds_is_said_with_its_mend():

@@ -45,7 +45,7 @@ class Processes:
         self.engines = [Catalogue(self.config) for _ in range(engines)]
         self.preparers = [Preparer(catalogue, logging.getLogger("test")) for catalogue in self.engines]
         self.checks = [checks(self.config)]
-        self.follower = Follower(self.checks[0], self.config, self.ask, path="host", logger=logging.getLogger("test"))
+        self.follower = Follower(self.checks[0], self.config, self.ask, path="host", log=logging.getLogger("test"))
 
     def ask(self, question: dict[str, Any]) -> list[dict[str, Any]]:
         return [preparer.answer(question) for preparer in self.preparers]

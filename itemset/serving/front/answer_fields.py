@@ -38,7 +38,6 @@ class Expected:
     of_set: Mapping[str, str] = field(default_factory=dict)  # `Catalogue.version_fields`
     weighed: str = ""  # see `ItemRequest`
     names: Sequence[str] = ()  # of the attributes that answers say
-    reference: str = ""  # of its set
 
     def answer_fields(self, tokens: Sequence[int], *, cut: bool, logs: Logs = ((), ())) -> dict[str, Any]:
         """Return what an answer says: its item. cut: whether it was aborted; a stop string may end an item.
@@ -46,7 +45,7 @@ class Expected:
         logs: of a weighed answer, not finite if the engine could not tell. Their difference is the logarithm of the
         legal mass, the model's probability of all tokens allowed there, and the sum of that the item's `set_weight`.
         """
-        item = None if cut else self.item(tokens)
+        item = None if cut else self._item(tokens)
         if self.weighed == LOGPROBS:
             return {"item": item, LOGPROBS: item_logprobs(*logs)}
         if item is not None and self.weighed:
@@ -70,10 +69,9 @@ class Expected:
         """Return whether the answer's item has begun: before it there may be reasoning."""
         return self.content is None or len(self.content(tokens)) > 0
 
-    def item(self, tokens: Sequence[int]) -> dict[str, Any] | None:
-        """Return what an answer says of its item, {"key": ...} and more; None if it did not end at an item's end: where
-        a stop token follows, or nothing else could. tokens: the whole output, with `ignore_eos` with many stop
-        tokens."""
+    def _item(self, tokens: Sequence[int]) -> dict[str, Any] | None:
+        """Return what an answer says of its item; None if it did not end where a stop token follows one, or nothing
+        else could. tokens: the whole output, with `ignore_eos` with many stop tokens."""
         of_item = self.parts(tokens)[1]
         if not of_item or (item := self.item_set.find(of_item)) is None:
             return None
@@ -85,8 +83,8 @@ class Expected:
 
 
 def item_logprobs(log_p: Sequence[float], log_q: Sequence[float]) -> dict[str, list[float]] | None:
-    """Return what a candidate says of its tokens, the end token too: log q, by which sampling inside the set draws each
-    of them, and log p, the model's own over the vocabulary. None if the engine could not tell."""
+    """Return what a candidate says of its tokens, its end token too: log q, by which sampling inside the set draws
+    each, and log p, the model's own. None if the engine could not tell."""
     known = all(map(math.isfinite, (*log_p, *log_q)))
     return {"log_q": list(log_q), "log_p": list(log_p)} if known else None
 
@@ -123,13 +121,12 @@ class ExpectedItems:
 
     def _item(self, found: Found, text: bytes, path: str | None, own: dict[str, Any]) -> dict[str, Any]:
         hole = self.constraint.holes[found.hole]
-        shown = text[found.begin : found.end].decode("utf-8", "replace")
+        reference, shown = hole.made.reference, text[found.begin : found.end].decode("utf-8", "replace")
         if hole.place.quoted:
             shown = json.loads(f'"{shown}"', strict=False)
         where = {} if path is None else {"path": path}
-        named = {} if hole.made.reference.startswith(INLINE) else {"set": name_of(hole.made.reference)}
-        told = self.catalogue.version_fields(hole.made.reference)
-        return {**where, "text": shown, **named, **own, **told}
+        named = {} if reference.startswith(INLINE) else {"set": name_of(reference)}
+        return {**where, "text": shown, **named, **own, **self.catalogue.version_fields(reference)}
 
 
 def json_paths(text: bytes) -> dict[int, str]:

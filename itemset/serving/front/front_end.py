@@ -78,9 +78,8 @@ class FrontEndBase:
 
     def follow(self, send: Send) -> Follower:
         """Return what follows the published sets from now on, once it is started. send: reaches the engines."""
-        path = "host" if self.host_path else "device"
-        options: dict[str, Any] = {"path": path, "logger": self.log, "by_rounds": lambda: self.one_request.by_rounds}
-        self.follower = Follower(self.checks, self.config, send, **options)
+        path, by_rounds = "host" if self.host_path else "device", lambda: self.one_request.by_rounds
+        self.follower = Follower(self.checks, self.config, send, path=path, log=self.log, by_rounds=by_rounds)
         return self.follower
 
     def pinned(self, asked: ItemRequest, prompt: Prompt | None = None) -> ItemRequest | None:
@@ -171,9 +170,8 @@ class FrontEndBase:
         the list may not be so long, or an item has no room in the context, and as `Checks.made` does.
         """
         made, placeholders, options = self.checks.made(asked), Tokens(), asked.several
-        end_token = self._tokenizer.eos_token_id
         assert options is not None
-        listed = options
+        listed, end_token = options, self._tokenizer.eos_token_id
         if isinstance(options, ListOptions):
             most = min(self.config.ranked_list_limit, self.one_request.usual_beams(made.reference))
             options = options.with_beams(len(made.item_set), most, made.item_set.is_steered)
@@ -182,15 +180,12 @@ class FrontEndBase:
                 placeholders = self.drafting(made, listed)
         after += len(placeholders)
         self.checks.request(made, prompt_tokens=prompt_tokens, min_tokens=0, stop_tokens=[end_token], after=after)
-        item_set = made.item_set
-        common: dict[str, Any] = {"end_token": end_token, "config": self.config, "words": self.words}
-        search = search_for(item_set, options, boost=asked.boost_scale, **common)
+        search = search_for(made.item_set, options, end_token, self.config, self.words, asked.boost_scale)
         metrics.REQUESTS.labels(metrics.label(asked.item_set or INLINE)).inc()
-        more: dict[str, Any] = {"placeholders": len(placeholders), "reasons": reasons}
-        spec = self.one_request.spec(listed, made.reference, search, end_token, **more)
+        spec = self.one_request.spec(listed, made.reference, search, end_token, len(placeholders), reasons)
         carried = None if spec is None else EngineRequest(made.ref, spec)
         of_set = self.checks.catalogue.version_fields(made.reference)
-        return ListJob(item_set, search, of_set, carried, placeholders, asked.names)
+        return ListJob(made.item_set, search, of_set, carried, placeholders, asked.names)
 
     def expected(
         self, asked: ItemRequest, stop_tokens: frozenset[int], content: Callable[[Sequence[int]], Sequence[int]] | None
@@ -202,7 +197,7 @@ class FrontEndBase:
             return ExpectedItems(asked.made, vocabulary, catalogue, stop_tokens, content, asked.names)
         made = self.checks.made(asked)
         of_set = catalogue.version_fields(made.reference)
-        return Expected(made.item_set, stop_tokens, content, of_set, asked.weighed, asked.names, made.reference)
+        return Expected(made.item_set, stop_tokens, content, of_set, asked.weighed, asked.names)
 
     @staticmethod
     def check_weight(weighed: str, reason: str | None, *, instead_of: str | None, ignore_eos: Any) -> None:

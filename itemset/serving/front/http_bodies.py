@@ -1,8 +1,8 @@
 """The HTTP surface of both engines: a body is checked once the server itself has parsed it, answers get their items,
 and `/v1/item_sets` says what is served.
 
-Content types, encodings, escapes and depth are the server's own parser's, and nothing is parsed twice. Of an answer
-with items, the server's JSON is read again on its way out: no function of an engine makes the choices of all endpoints.
+Content types, encodings, escapes and depth are the server's own parser's. Of an answer with items, the server's JSON is
+read again on its way out: no function of an engine makes the choices of all endpoints.
 """
 
 import asyncio
@@ -77,7 +77,7 @@ def body_of(request: Any) -> Body:
 
 @contextlib.contextmanager
 def no_body() -> Iterator[None]:
-    """For the requests that are made on behalf of one: theirs are no fields of its body."""
+    """Hide the body from requests that are made on its behalf."""
     token = _body.set(None)
     try:
         yield
@@ -141,14 +141,12 @@ async def while_connected(work: Awaitable[Result], request: Any) -> Result:
         task.cancel()
 
 
-def judged(hook: Hooks, parse: Callable[[], Awaitable[Any]], request: Any) -> Awaitable[Any]:
-    """Around `Request.json`, which parses a body, once a request."""
+async def judged(hook: Hooks, parse: Callable[[], Awaitable[Any]], request: Any) -> Any:
+    """Around `Request.json`: return the body, checked when it is parsed. Raises HTTPException 400, the one error that
+    FastAPI lets through here, and counts it."""
     middleware: BodyMiddleware | None = request.scope.get(_MIDDLEWARE)
-    return parse() if middleware is None or hasattr(request, "_json") else _checked(hook, middleware, parse, request)
-
-
-async def _checked(hook: Hooks, middleware: BodyMiddleware, parse: Callable[[], Awaitable[Any]], request: Any) -> Any:
-    """Return the parsed body. Raises HTTPException 400, the one error that FastAPI lets through here, and counts it."""
+    if middleware is None or hasattr(request, "_json"):
+        return await parse()
     from fastapi import HTTPException
 
     from itemset.serving.metrics import refusals
@@ -227,9 +225,7 @@ def add_routes(app: Any, follower_of: "Callable[[Any], Follower | None]") -> Non
     # Of their own: a refresh waits for a version, and those of many clients must not take the threads of the engine.
     refreshes = ThreadPoolExecutor(4, "item-set-refresh")
 
-    async def respond(
-        request: Request, work: "Callable[[Follower], Any]", executor: ThreadPoolExecutor | None = None
-    ) -> JSONResponse:
+    async def respond(request: Request, work: "Callable[[Follower], Any]", executor: Any = None) -> JSONResponse:
         message, status = "this server has no item sets: start it with --item-set NAME=FILE", 404
         if (follower := follower_of(request.app.state)) is not None:
             try:

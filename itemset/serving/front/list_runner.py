@@ -42,7 +42,7 @@ class AbortedError(Exception):
 
 
 def search_for(
-    item_set: ItemSet, options: ListOptions | DrawOptions, *, end_token: int, config: StaticConfig, words: Words,
+    item_set: ItemSet, options: ListOptions | DrawOptions, end_token: int, config: StaticConfig, words: Words,
     boost: float = 1.0,
 ) -> Rounds:  # fmt: skip
     """Return the search for a list, or draws. boost: a factor of boosts. Raises RefusedError for what passes limits."""
@@ -155,7 +155,7 @@ class OneRequest:
         return label
 
     def spec(
-        self, options: ListOptions | DrawOptions, reference: str, search: Any, end_token: int, *, placeholders: int,
+        self, options: ListOptions | DrawOptions, reference: str, search: Any, end_token: int, placeholders: int,
         reasons: Mapping[str, bool],
     ) -> ListSpec | None:  # fmt: skip
         """Return the list, or the draws, that the engine may try to make; None if rounds must.

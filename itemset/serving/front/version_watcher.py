@@ -46,12 +46,12 @@ class Follower:
     """
 
     def __init__(
-        self, checks: Checks, config: StaticConfig, send: Send, *, path: str, logger: logging.Logger,
+        self, checks: Checks, config: StaticConfig, send: Send, *, path: str, log: logging.Logger,
         by_rounds: Callable[[], str | None] = lambda: None,
     ) -> None:  # fmt: skip
         """path: where masks are made. by_rounds: see `OneRequest`."""
         self._checks, self._config, self._send = checks, config, send
-        self._path, self._log, self._by_rounds = path, logger, by_rounds
+        self._path, self._log, self._by_rounds = path, log, by_rounds
         self._sets = {name: Followed(path) for name in checks.catalogue.serving}
         self._superseded: set[str] = set()
         self._missed = ""  # what was wrong with the last look at `item_set_dir`

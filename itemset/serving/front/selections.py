@@ -3,9 +3,10 @@
 import hashlib
 import json
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -53,38 +54,15 @@ class Chosen:
         if BOOST in steering and boosts_come_first(whole.item_set, excluded, lists.get(ONLY)):
             first, steering = first | steering, {}
         if first:
-            whole = self._shared(first, whole)
-        rest = lists | steering
-        reference = _reference(rest, whole.reference)
-        kept = self._catalogue.inline(reference) if rest else whole
-        kept = kept or self._own(whole, lists, steering, reference)
+            with _naming(FILTER):
+                check_size(first.get(FILTER, {}))  # before anything is made of it
+            whole = self._part(first, whole.reference, None, partial(_left, whole.item_set, first))
+        kept, rest = whole, lists | steering
+        if rest:
+            kept = self._part(rest, whole.reference, whole, partial(_left, whole.item_set, rest))
         with _naming(BOOST if BOOST in selection else BOOST_KEYS):
             boosts.check_size(kept.item_set, scale)
         return kept
-
-    def _own(
-        self, whole: InlineSet, lists: Mapping[str, Any], steering: Mapping[str, Any], reference: str
-    ) -> InlineSet:
-        """Return what keys, and boosts, of one request leave of a set, or of what many requests share of it."""
-        seen = whole.item_set
-        for word, keys in lists.items():
-            with _naming(word):
-                seen = view(seen, **{EXCLUDE if word == PROMPT else word: keys})
-        seen = _steered(seen, steering)
-        if seen is whole.item_set:  # exclusions that the set has not
-            return whole
-        return self._part(reference, seen, whole)
-
-    def _part(self, reference: str, seen: ItemSet, whole: InlineSet | None) -> InlineSet:
-        """Keep a part of a set, or what stands on nothing. whole: on what it stands, None for a registered set."""
-        index = seen.to_bytes()
-        if not isinstance(seen, View):
-            made = InlineSet.from_index(reference, index, token_ids=True)
-            made.item_set.rows_of, made.item_set.temperature = seen.rows_of, seen.temperature
-            return self._catalogue.keep(replace(made, nbytes=made.nbytes + 8 * len(seen.keys)))
-        nbytes = len(index) + seen.nbytes + seen._keys.own_bytes + OVERHEAD
-        base = whole if whole is not None and whole.index is not None else None
-        return self._catalogue.keep(InlineSet(reference, seen, index, nbytes, base))
 
     def tempered(self, made: InlineSet, asked: ItemRequest) -> InlineSet:
         """Return a set for draws at a request's temperature, above 1."""
@@ -93,10 +71,31 @@ class Chosen:
         while below is None and (above := part_of(of)):  # of the registered set
             of = above
         named = {"temperature": asked.temperature, "scale": asked.boost_scale, "of": made.reference}
-        reference = _reference(named, of)
+        make = partial(tempered, made.item_set, asked.temperature, asked.boost_scale)
+        return self._part(named, of, below, make)
+
+    def _part(
+        self, asked: Mapping[str, Any], of: str, below: InlineSet | None, make: Callable[[], ItemSet]
+    ) -> InlineSet:
+        """Return a part of a set, made and kept over the bytes that travel, unless it was.
+
+        asked: what names it. of: the reference below it. below: on what it stands, None for a registered set.
+        """
+        reference = _reference(asked, of)
         if kept := self._catalogue.inline(reference):
             return kept
-        return self._part(reference, tempered(made.item_set, asked.temperature, asked.boost_scale), below)
+        seen = make()
+        if below is not None and seen is below.item_set:  # exclusions that the set has not
+            return below
+        index, base = seen.to_bytes(), below if below is not None and below.index is not None else None
+        if isinstance(seen, View):
+            own = view_from_bytes(seen.base or seen, index, reference, keys=seen._keys)
+            part = InlineSet(reference, own, index, len(index) + seen._keys.own_bytes + OVERHEAD, base)
+        else:
+            part = InlineSet.from_index(reference, index, token_ids=True)
+            part = replace(part, nbytes=part.nbytes + 8 * len(seen.keys))
+        part.item_set.rows_of, part.item_set.temperature = seen.rows_of, seen.temperature
+        return self._catalogue.keep(part)
 
     def _check_size(self, word: str, keys: list[Any]) -> None:
         if any(isinstance(key, list | tuple | Mapping) for key in keys[: self._limit]):
@@ -136,22 +135,6 @@ class Chosen:
                 self._catalogue.keep(InlineSet(own, whole, nbytes=texts.nbytes + OVERHEAD, texts=texts))
             return texts
 
-    def _shared(self, asked: Mapping[str, Any], whole: InlineSet) -> InlineSet:
-        """Return what a filter, boosts by attributes or both make of a set."""
-        with _naming(FILTER):
-            check_size(asked.get(FILTER, {}))  # before anything is made of it
-        reference = _reference(asked, whole.reference)
-        if kept := self._catalogue.inline(reference):
-            return kept
-        with _naming(FILTER):
-            seen = view(whole.item_set, asked.get(FILTER))
-        seen = _steered(seen, asked)
-        assert isinstance(seen, View)
-        index = seen.to_bytes()
-        item_set = view_from_bytes(whole.item_set, index, reference, keys=seen._keys)
-        nbytes = len(index) + seen._keys.own_bytes + OVERHEAD
-        return self._catalogue.keep(InlineSet(reference, item_set, index, nbytes))
-
 
 def _steering(selection: Mapping[str, Any]) -> tuple[dict[str, Any], float]:
     """Return the boosts of a selection, those of one attribute without their weight, and that weight."""
@@ -164,13 +147,17 @@ def _steering(selection: Mapping[str, Any]) -> tuple[dict[str, Any], float]:
     return steering, scale
 
 
-def _steered(seen: ItemSet, steering: Mapping[str, Any]) -> ItemSet:
-    """Return the set with boosts, if there are any. Raises RefusedError, which names the field."""
-    if BOOST in steering or BOOST_KEYS in steering:
+def _left(seen: ItemSet, asked: Mapping[str, Any]) -> ItemSet:
+    """Return what a filter, keys and boosts leave of a set. Raises RefusedError, which names the field."""
+    for word, value in asked.items():
+        if word not in STEERING:
+            with _naming(word):
+                seen = view(seen, **{EXCLUDE if word == PROMPT else word: value})
+    if BOOST in asked or BOOST_KEYS in asked:
         with _naming(BOOST_KEYS):
-            keyed = by_place(seen, steering.get(BOOST_KEYS, {}))
+            keyed = by_place(seen, asked.get(BOOST_KEYS, {}))
         with _naming(BOOST):
-            return boosted(seen, steering.get(BOOST, {}), keyed)
+            return boosted(seen, asked.get(BOOST, {}), keyed)
     return seen
 
 

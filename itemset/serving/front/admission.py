@@ -97,11 +97,6 @@ class Checks:
         """Return the fingerprint of the model's tokenizer."""
         return fingerprint(self._tokenizer, self._added_tokens)
 
-    def summary(self) -> str:
-        """Return the registered sets, for the log."""
-        sets = [f"{name} ({len(s):,} items)" for name, s in self.catalogue.registered.items()]
-        return ", ".join(sets) or "none"
-
     def made(self, asked: ItemRequest, prompt: Prompt | None = None) -> InlineSet:
         """Return the set of a request; of a registered one the version that is served now.
 

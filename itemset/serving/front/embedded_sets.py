@@ -28,7 +28,6 @@ from itemset.serving.front.request import ItemRequest
 from itemset.text import Escape
 
 _MARKED, _LONGEST_KEPT = 8 << 20, 1 << 18  # characters of the constraints whose marks are kept, and of one
-_THREADS = 2
 _PLACE_IN_XGRAMMAR = re.compile(r"^\[[\d:]+\] \S+:\d+: ")  # time, file and line, before what it says
 
 
@@ -65,7 +64,7 @@ class Constraints:
         self._marked: OrderedDict[str, tuple[Marked, int]] = OrderedDict()
         self._integers = WeakSet[ItemSet]()  # sets of nothing else
         self._marked_characters, self._served = 0, list[str]()  # the versions of the sets in them
-        self._threads = ThreadPoolExecutor(_THREADS, "item-holes")
+        self._threads = ThreadPoolExecutor(2, "item-holes")
         # What may take xgrammar long waits for its like alone. xgrammar cannot be stopped; what waits can.
         self._large = ThreadPoolExecutor(1, "item-holes-large")
 

@@ -65,7 +65,8 @@ class FrontEndBase:
         """Note and log where masks are made. backend: the engine's word for it. why_on_host: see `StaticConfig`."""
         self.host_path = why_on_host is not None
         path = f"host path: {why_on_host}" if self.host_path else "device path, masks inside the sampler"
-        self.log.info("%s static, %s. Item sets: %s", backend, path, self.checks.summary())
+        sets = ", ".join(f"{name} ({len(one):,} items)" for name, one in self.checks.catalogue.registered.items())
+        self.log.info("%s static, %s. Item sets: %s", backend, path, sets or "none")
 
     @staticmethod
     def validate(kind: str, spec: str) -> None:

@@ -10,9 +10,9 @@ import msgspec
 
 from itemset.errors import shown
 from itemset.serving.catalogue import RefusedError, alike
-from itemset.serving.front.request_fields import BEAMS, DRAWN, LIST, OF_ITEMS, OF_SET, OPTIONS, REFERENCE
+from itemset.serving.front.request_fields import BEAMS, DRAWN, LIST, OF_ITEMS, OF_SET, OPTIONS, REFERENCE, wrong_type
 
-_WORDS = (LIST, *dict.fromkeys((*OF_SET, *OF_ITEMS, *OPTIONS, *DRAWN)))
+_WORDS = [word for word in dict.fromkeys((LIST, *OF_SET, *OF_ITEMS, *OPTIONS, *DRAWN)) if word != REFERENCE]
 
 
 def take_set(body: Any, sets: Collection[str]) -> None:
@@ -38,12 +38,8 @@ def take_set(body: Any, sets: Collection[str]) -> None:
         raise RefusedError("two constraints", message, "model")
     said: dict[str, Any] = {REFERENCE: name}
     for word, text in parse_qsl(query, keep_blank_values=True):
-        if word not in _WORDS or word == REFERENCE:
-            raise RefusedError(
-                "wrong type",
-                f"model {shown(model)}: there is no {shown(word)}, only {', '.join(_WORDS[:1] + _WORDS[2:])}",
-                "model",
-            )
+        if word not in _WORDS:
+            raise wrong_type(f"model {shown(model)}: there is no {shown(word)}, only {', '.join(_WORDS)}", "model")
         value: Any = text
         with contextlib.suppress(ValueError):
             value = json.loads(text)

@@ -256,10 +256,10 @@ def check_options(given: Mapping[str, Any], *, ranked: bool, drawn: bool = False
     if given.get(LIST) and not given.get(LIST_AFTER):
         message = f"{LIST} is of the list after a thought, whose end {LIST_AFTER} says: else ask for {BEAMS} and n"
         raise RefusedError("beam search", message, LIST)
+    of_sets = (*fields.SELECTION, *fields.STEERING, *fields.OF_ANSWERS)
+    words = (*fields.OPTIONS, BEAMS, *of_sets, *fields.DRAWN, LIST_AFTER)
     for key in (*islice(given, fields.COMPARED), *given.keys() & {*fields.OPTIONS, *fields.DRAWN}):
         meant = None if drawn and key == fields.CANDIDATES else fields.ELSEWHERE.get(key)
-        of_sets = (*fields.SELECTION, *fields.STEERING, *fields.OF_ANSWERS)
-        words = (*fields.OPTIONS, BEAMS, *of_sets, *fields.DRAWN, LIST_AFTER)
         word = meant or fields.nearest(key, words)
         if word not in (None, key):
             raise wrong_type(f"there is no field {shown(key)}: did you mean {word}?", key)

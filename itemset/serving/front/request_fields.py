@@ -120,26 +120,22 @@ def nearest(key: str, words: tuple[str, ...]) -> str | None:
 def _nearest(key: str, words: tuple[str, ...]) -> str | None:
     if key in words:
         return key
-    folded = _folded(key)
-    return None if key in OTHERS else next((word for word in words if _near(folded, _folded(word))), None)
+    # Many words come near BOOST: host, cost, best.
+    near = (word for word in words if _near(_folded(key), _folded(word), 1 if word == BOOST else EDITS))
+    return None if key in OTHERS else next(near, None)
 
 
 def _folded(key: str) -> str:
     return key.lower().replace("-", "").replace("_", "")
 
 
-def _near(given: str, word: str) -> bool:
-    """Return whether EDITS insertions, deletions and substitutions lead from one to the other; of BOOST, to which many
-    words come so near (host, cost, best), one."""
-    edits = 1 if word == BOOST else EDITS
-    if abs(len(given) - len(word)) > edits:
-        return False
-    row = list(range(len(word) + 1))
-    for i, letter in enumerate(given, 1):
-        before, row[0] = row[0], i
-        for j, other in enumerate(word, 1):
-            before, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, before + (letter != other))
-    return row[-1] <= edits
+def _near(given: str, word: str, edits: int) -> bool:
+    """Return whether so many insertions, deletions and substitutions lead from one to the other."""
+    if not given or not word or abs(len(given) - len(word)) > edits:
+        return len(given) + len(word) <= edits
+    if given[0] == word[0]:
+        return _near(given[1:], word[1:], edits)
+    return edits > 0 and any(_near(given[i:], word[j:], edits - 1) for i, j in ((0, 1), (1, 0), (1, 1)))
 
 
 _Flag = Annotated[bool, Meta(description="true or false")]

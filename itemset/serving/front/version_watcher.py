@@ -114,9 +114,10 @@ class Follower:
     def _entry(self, name: str, followed: Followed) -> dict[str, Any]:
         catalogue = self._checks.catalogue
         refused: dict[str, str | None] | None = None
-        if followed.missed or followed.refused:
-            version = None if followed.missed or not followed.refused else followed.refused.name
-            refused = {"version": version, "reason": followed.missed or followed.why}
+        if followed.missed:
+            refused = {"version": None, "reason": followed.missed}
+        elif followed.refused:
+            refused = {"version": followed.refused.name, "reason": followed.why}
         entry = {"name": name, "version": None, "followed": catalogue.follows(name), "refused_version": refused}
         if (opened := catalogue.serving.get(name)) is None:  # it has none that can be served
             return entry
@@ -155,23 +156,20 @@ class Follower:
 
     def _look_at(self, name: str) -> None:
         """Take up the current version of a set, unless it is served or was refused."""
-        followed = self._sets[name]
-        if not self._checks.catalogue.follows(name):
-            return
+        followed, catalogue = self._sets[name], self._checks.catalogue
         failed: published.Version | None = None
-        while True:
+        while catalogue.follows(name):
             try:
                 version = published.current(self._config.where(name))
             except ItemSetError as error:  # of a folder that is away: when it is back, its version is tried again
                 if str(error) != followed.missed:
                     followed.missed = str(error)
                     metrics.REFUSED_VERSIONS.labels(name).inc()
-                    state = "stays as it is" if self._checks.catalogue.serving.get(name) else "is not served"
+                    state = "stays as it is" if catalogue.serving.get(name) else "is not served"
                     self._log.warning("Item set %r %s: %s", name, state, error)
                 return
             followed.missed = ""
-            current = self._checks.catalogue.serving.get(name)
-            if current is not None and current.version == version.name:
+            if (current := catalogue.serving.get(name)) is not None and current.version == version.name:
                 followed.refused = None
                 return
             if version == followed.refused:

@@ -166,7 +166,7 @@ def constraints_of(validate: Any) -> Constraints:
     words, tokenizer = Words("", "", "", ""), tiny_tokenizer()
     checks = Checks(StaticConfig(), tokenizer, words, ModelLimits(2112, 256, 0, {1}))
     vocabulary = setting("tiny").vocabulary
-    return Constraints(checks, tokenizer, lambda: vocabulary, options={}, validate=validate)
+    return Constraints(checks, lambda: vocabulary, options={}, validate=validate)
 
 
 def test_large_constraints_hold_up_no_others_and_end_when_their_clients_leave(gate: Gate) -> None:

@@ -135,7 +135,7 @@ def test_a_constraint_is_of_one_version_of_each_set(tmp_path: Path) -> None:
     publish(9)
     checks = Checks(StaticConfig.of(options(tmp_path, names=str(folder))), own, WORDS, ModelLimits(2112, 256, 0, {1}))
     info = xgrammar.TokenizerInfo.from_huggingface(own, vocab_size=2112)
-    constraints = Constraints(checks, own, lambda: Vocabulary(info), options={})
+    constraints = Constraints(checks, lambda: Vocabulary(info), options={})
     prepare = checks.prepare
 
     async def late(*given: Any) -> Any:

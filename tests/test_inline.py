@@ -14,6 +14,7 @@ import pytest
 from models import tiny_tokenizer
 
 import itemset
+from itemset.serving import metrics
 from itemset.serving.catalogue import OVERHEAD, Catalogue, InlineSet
 from itemset.serving.config import ModelLimits, StaticConfig, Words
 from itemset.serving.front.admission import Checks
@@ -33,8 +34,8 @@ def tokenizer() -> Any:
     return tiny_tokenizer()
 
 
-def front_end(tokenizer: Any, **options: Any) -> Checks:
-    return Checks(StaticConfig(), tokenizer, WORDS, ModelLimits(2112, 256, 0, {1}), **options)
+def front_end(tokenizer: Any) -> Checks:
+    return Checks(StaticConfig(), tokenizer, WORDS, ModelLimits(2112, 256, 0, {1}))
 
 
 class Gate:
@@ -50,9 +51,17 @@ class Gate:
         assert self.opened.wait(60)
 
 
-def test_equal_lists_at_once_are_encoded_once(tokenizer):
-    gate, texts = Gate(), [f"label {i}" for i in range(3 * SLICE_TEXTS)]
-    checks = front_end(tokenizer, on_encoded=gate)
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    """Where each slice's texts are counted."""
+    gate = Gate()
+    monkeypatch.setattr(metrics.ENCODED, "inc", gate)
+    return gate
+
+
+def test_equal_lists_at_once_are_encoded_once(tokenizer, gate):
+    texts = [f"label {i}" for i in range(3 * SLICE_TEXTS)]
+    checks = front_end(tokenizer)
 
     async def run() -> list[InlineSet]:
         tasks = [asyncio.create_task(prepared(checks, list(texts))) for _ in range(5)]
@@ -70,9 +79,9 @@ def test_equal_lists_at_once_are_encoded_once(tokenizer):
     assert sorted(found[0].item_set.items()) == sorted(tokenizer(texts, add_special_tokens=False)["input_ids"])
 
 
-def test_a_known_set_waits_for_no_list_and_a_short_one_passes_a_long_one(tokenizer):
-    gate, ended = Gate(), []
-    checks = front_end(tokenizer, on_encoded=gate)
+def test_a_known_set_waits_for_no_list_and_a_short_one_passes_a_long_one(tokenizer, gate):
+    ended: list[str] = []
+    checks = front_end(tokenizer)
 
     async def one(name: str, choice: list[str]) -> None:
         await prepared(checks, choice)
@@ -97,9 +106,9 @@ def test_a_known_set_waits_for_no_list_and_a_short_one_passes_a_long_one(tokeniz
     assert gate.texts == [2, SLICE_TEXTS, 2, *[SLICE_TEXTS] * 3]
 
 
-def test_encoding_stops_when_all_who_wait_have_left(tokenizer):
-    gate, texts = Gate(), [f"label {i}" for i in range(20 * SLICE_TEXTS)]
-    checks = front_end(tokenizer, on_encoded=gate)
+def test_encoding_stops_when_all_who_wait_have_left(tokenizer, gate):
+    texts = [f"label {i}" for i in range(20 * SLICE_TEXTS)]
+    checks = front_end(tokenizer)
 
     async def run() -> None:
         tasks = [asyncio.create_task(prepared(checks, texts)) for _ in range(2)]
@@ -114,9 +123,9 @@ def test_encoding_stops_when_all_who_wait_have_left(tokenizer):
     assert gate.texts == [SLICE_TEXTS, 1]
 
 
-def test_encoding_goes_on_for_those_who_stay(tokenizer):
-    gate, texts = Gate(), [f"label {i}" for i in range(3 * SLICE_TEXTS)]
-    checks = front_end(tokenizer, on_encoded=gate)
+def test_encoding_goes_on_for_those_who_stay(tokenizer, gate):
+    texts = [f"label {i}" for i in range(3 * SLICE_TEXTS)]
+    checks = front_end(tokenizer)
 
     async def run() -> InlineSet:
         leaves, stays = (asyncio.create_task(prepared(checks, texts)) for _ in range(2))
@@ -130,9 +139,8 @@ def test_encoding_goes_on_for_those_who_stay(tokenizer):
     assert gate.texts == [SLICE_TEXTS] * 3
 
 
-def test_every_waiting_client_is_told_what_is_wrong_and_the_next_list_is_served(tokenizer):
-    gate = Gate()
-    checks = front_end(tokenizer, on_encoded=gate)
+def test_every_waiting_client_is_told_what_is_wrong_and_the_next_list_is_served(tokenizer, gate):
+    checks = front_end(tokenizer)
     bad = ["red", "</s>", *map(str, range(2 * SLICE_TEXTS))]
 
     async def run() -> list[Any]:

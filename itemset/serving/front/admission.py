@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
 from pathlib import Path
@@ -27,22 +27,20 @@ class Checks:
     """The item sets of one front end, and what they and its requests must satisfy. Safe for threads."""
 
     def __init__(
-        self, config: StaticConfig, tokenizer: Any, words: Words, limits: ModelLimits, *,
-        added_tokens: Collection[str] = (), on_encoded: Callable[[int], object] = lambda texts: None,
+        self, config: StaticConfig, tokenizer: Any, words: Words, limits: ModelLimits,
         log: logging.Logger = logging.getLogger(__name__),  # noqa: B008 - there is one
+        added_tokens: Collection[str] = (),
     ) -> None:  # fmt: skip
         """Open and check the registered sets.
 
         tokenizer: nobody else's; it encodes on several threads. added_tokens: what the engine has added to it.
-        on_encoded: told of the texts of inline sets as they are encoded, on another thread.
         Raises ItemSetError: a file that is missing or damaged, a set made with another tokenizer, outside the
         vocabulary, or with items longer than the context. A set of `item_set_dir` is then not served.
         """
         compile_beside()
         self._config, self.words, self._limits, self._added_tokens = config, words, limits, added_tokens
-        self.catalogue = Catalogue(config)
-        self._tokenizer = tokenizer
-        self._inline = InlineTexts(self.catalogue, config, self._tokenizer, words, limits, on_encoded)
+        self.catalogue, self._tokenizer = Catalogue(config), tokenizer
+        self._inline = InlineTexts(self.catalogue, config, tokenizer, words, limits)
         self._selections = Chosen(self.catalogue, config, words, tokenizer)
         self._forms = Forms(self.catalogue, config, tokenizer, log)
         self._threads = ThreadPoolExecutor(4, "item-filters")

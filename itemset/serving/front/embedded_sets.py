@@ -53,13 +53,13 @@ class Constraints:
     """Those of one front end. Safe for threads."""
 
     def __init__(
-        self, checks: Checks, tokenizer: Any, vocabulary: Callable[[], Vocabulary], *, options: Mapping[str, Any],
+        self, checks: Checks, vocabulary: Callable[[], Vocabulary], *, options: Mapping[str, Any],
         validate: Callable[[str, str], None] = lambda kind, spec: None,
     ) -> None:  # fmt: skip
         """vocabulary: makes the model's, once it is asked for. options: of `xgrammar.Grammar.from_json_schema`.
         validate: raises what it likes for the kind and text, with constants for sets, that the engine itself refuses.
         """
-        self._checks, self._tokenizer, self._options, self._validate = checks, tokenizer, options, validate
+        self._checks, self._options, self._validate = checks, options, validate
         self.vocabulary, self._lock = Once(vocabulary), threading.Lock()
         self._marked: OrderedDict[str, tuple[Marked, int]] = OrderedDict()
         self._integers = WeakSet[ItemSet]()  # sets of nothing else

@@ -56,10 +56,8 @@ class FrontEndBase:
         # The engine changes its own between two uses, on other threads than ours.
         self._tokenizer = tokenizer = copy.deepcopy(tokenizer)
         self.config, self.one_request, self.vocab_size = config, one_request, limits.vocab_size
-        options: dict[str, Any] = {"added_tokens": added_tokens, "on_encoded": metrics.ENCODED.inc, "log": self.log}
-        self.checks = Checks(config, tokenizer, self.words, limits, **options)
-        options = {"options": json_options, "validate": self.validate}
-        self.constraints = Constraints(self.checks, tokenizer, vocabulary, **options)
+        self.checks = Checks(config, tokenizer, self.words, limits, self.log, added_tokens)
+        self.constraints = Constraints(self.checks, vocabulary, options=json_options, validate=self.validate)
 
     def _begin(self, backend: str, why_on_host: str | None) -> None:
         """Note and log where masks are made. backend: the engine's word for it. why_on_host: see `StaticConfig`."""

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from itemset.errors import ItemSetError
 from itemset.item_set import build
+from itemset.serving import metrics
 from itemset.serving.catalogue import Catalogue, InlineSet, RefusedError
 from itemset.serving.config import ModelLimits, StaticConfig, Words
 from itemset.serving.wire import INLINE
@@ -116,18 +117,16 @@ class InlineTexts:
     """Makes the inline sets of one front end, and finds those it has made. Safe for threads."""
 
     def __init__(
-        self, catalogue: Catalogue, config: StaticConfig, tokenizer: Any, words: Words, limits: ModelLimits,
-        on_encoded: Callable[[int], object],
-    ) -> None:  # fmt: skip
-        """tokenizer, on_encoded: as for `Checks`."""
+        self, catalogue: Catalogue, config: StaticConfig, tokenizer: Any, words: Words, limits: ModelLimits
+    ) -> None:
+        """tokenizer: as for `Checks`."""
         self._config, self._tokenizer, self._words = config, tokenizer, words
         self._vocab_size, self._end_tokens = limits.vocab_size, np.array(sorted(limits.end_tokens), np.int64)
         self._context, self._longest = limits.context, min(limits.context - limits.reserved, MAX_ITEM_TOKENS)
         # As vLLM bounds the text of a prompt (renderers/params.py, _text_len_check).
         longest_token = max(map(len, tokenizer.get_vocab()))
         self._item_limit = min(ITEM_TEXT_LIMIT, longest_token * self._longest)
-        self._encoder, self._on_encoded = Encoder(catalogue), on_encoded
-        self._reader = ThreadPoolExecutor(1, "inline-texts")
+        self._encoder, self._reader = Encoder(catalogue), ThreadPoolExecutor(1, "inline-texts")
 
     def get(self, choice: Any, escape: Escape | None = None) -> InlineSet:
         """Return the set of these texts. Waits until it is encoded and built, unless it is known.
@@ -210,7 +209,7 @@ class InlineTexts:
         for start, part in _slices(texts):
             ids, offsets = encode(part, self._tokenizer, before=start, name=NAME, escape=escape)
             rows.append(Rows(ids, offsets))
-            self._on_encoded(len(part))
+            metrics.ENCODED.inc(len(part))
             self._check(start, part, ids, offsets)
             yield sum(map(len, part)) + TEXT_COST * len(part)
         item_set = build(joined(rows))

@@ -182,13 +182,13 @@ def test_turns_are_fair():
             yield 1
         order.append(name)
         if stream:
-            asked.append(encoder.ask(f"short {stream}", 1, lambda: steps("short", 1, stream - 1)))
+            asked.append(encoder.ask(f"short {stream}", 1, steps("short", 1, stream - 1)))
         return InlineSet.from_index(name + str(stream), index)
 
-    asked: list[Future[InlineSet]] = [encoder.ask("long", 10, lambda: steps("long", 10))]
+    asked: list[Future[InlineSet]] = [encoder.ask("long", 10, steps("long", 10))]
     begun.wait()
-    asked.append(encoder.ask("middle", 4, lambda: steps("middle", 4)))
-    asked.append(encoder.ask("short", 1, lambda: steps("short", 1, stream=100)))
+    asked.append(encoder.ask("middle", 4, steps("middle", 4)))
+    asked.append(encoder.ask("short", 1, steps("short", 1, stream=100)))
     opened.set()
     for future in Iterating(asked):
         future.result(timeout=60)
@@ -209,10 +209,10 @@ def test_a_short_list_passes_the_last_of_many_equal_ones():
             yield 1
         order.append(name)
         if len(order) == 8:
-            asked.append(encoder.ask("short", 1, lambda: steps("short", 1)))
+            asked.append(encoder.ask("short", 1, steps("short", 1)))
         return InlineSet.from_index(name, index)
 
-    asked = [encoder.ask(f"long {i}", 20, lambda i=i: steps(f"long {i}", 20)) for i in range(10)]
+    asked = [encoder.ask(f"long {i}", 20, steps(f"long {i}", 20)) for i in range(10)]
     opened.set()
     for future in Iterating(asked):
         future.result(timeout=60)

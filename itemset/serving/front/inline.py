@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import logging
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -58,13 +58,12 @@ class Encoder:
         self._catalogue = catalogue
         self._lists: dict[str, _List] = {}
         self._turns = 0
-        self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
+        self._thread, self._lock = ThreadPoolExecutor(1, "inline-sets"), threading.Lock()
 
-    def ask(self, reference: str, cost: int, steps: Callable[[], Steps]) -> Future[InlineSet]:
+    def ask(self, reference: str, cost: int, steps: Steps) -> Future[InlineSet]:
         """Return the future set of a list. Cancel the future if nobody waits for it any more.
 
-        cost: of all slices together. steps: makes the list's work, unless the set is known or is being made.
+        cost: of all slices together. steps: the list's work, which begins unless the set is known or is being made.
         """
         future: Future[InlineSet] = Future()
         with self._lock:
@@ -72,39 +71,33 @@ class Encoder:
                 future.set_result(known)
                 return future
             if reference not in self._lists:
-                self._lists[reference] = _List(reference, steps(), cost, self._turns)
+                self._lists[reference] = _List(reference, steps, cost, self._turns)
+                self._thread.submit(self._slice)
             self._lists[reference].waiting.append(future)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="inline-sets", daemon=True)
-                self._thread.start()
         return future
 
-    def _run(self) -> None:
-        while (one := self._next()) is not None:
-            try:
-                one.left -= next(one.steps)
-            except StopIteration as end:
-                self._catalogue.keep(end.value)
-                for future in self._ended(one):
-                    future.set_result(end.value)
-            except BaseException as error:
-                for future in self._ended(one):
-                    future.set_exception(error)
-
-    def _next(self) -> _List | None:
-        """Return the list whose turn it is. None, and the thread ends, if no request waits."""
+    def _slice(self) -> None:
+        """Encode a slice of the list whose turn it is, if a request waits."""
         with self._lock:
             for one in list(self._lists.values()):
                 if all(future.cancelled() for future in one.waiting):
                     del self._lists[one.reference]
                     logger.info("Nobody waits for %s any more: its encoding stops", one.reference)
             if not self._lists:
-                self._thread = None
-                return None
+                return
             self._turns += 1
             one = min(self._lists.values(), key=attrgetter("left" if self._turns % 3 else "turn"))
             one.turn = self._turns
-            return one
+        try:
+            one.left -= next(one.steps)
+            self._thread.submit(self._slice)
+        except StopIteration as end:
+            self._catalogue.keep(end.value)
+            for future in self._ended(one):
+                future.set_result(end.value)
+        except BaseException as error:
+            for future in self._ended(one):
+                future.set_exception(error)
 
     def _ended(self, one: _List) -> list[Future[InlineSet]]:
         """Remove a list. Return the futures of those who still wait for it."""
@@ -201,7 +194,7 @@ class InlineTexts:
         return INLINE + digest.hexdigest(), characters + TEXT_COST * len(texts)
 
     def _ask(self, texts: list[str], escape: Escape | None, reference: str, cost: int) -> Future[InlineSet]:
-        return self._encoder.ask(reference, cost, lambda: self._encode(reference, texts, escape))
+        return self._encoder.ask(reference, cost, self._encode(reference, texts, escape))
 
     def _encode(self, reference: str, texts: list[str], escape: Escape | None) -> Steps:
         """Encode the texts slice by slice, and build their set. Raises ItemSetError that names the first bad item."""

@@ -70,7 +70,7 @@ class Static:
         from itemset.embedded.holes import Hole
         from itemset.embedded.rewrite import Marker
 
-        marked = Marker(lambda _: len(self.films)).schema(SHAPES[shape], any_whitespace=False)
+        marked = Marker(lambda _: len(self.films)).mark("json", SHAPES[shape], {"any_whitespace": False})
         assert marked is not None
         grammar = self.vocabulary.compile(marked.ebnf(self.vocabulary.first))
         holes = [

@@ -16,7 +16,7 @@ from real_tokenizers import tokenizer
 import itemset
 from itemset.embedded.composite_grammar import Composite
 from itemset.embedded.holes import Hole, Items, Vocabulary
-from itemset.embedded.placement import Marked, Place
+from itemset.embedded.placement import JSON, TAG, Marked, Place
 from itemset.embedded.rewrite import Marker
 from itemset.item_set import ItemSet
 from itemset.select.views import view
@@ -32,6 +32,7 @@ PEOPLE = ["M", "Mo", "Ann Lee", 'Bob "B" Ray', "Al", "Alien"]
 SEEN = FILMS[::2]
 SHORT = [text for text in FILMS if len(text) < 5 and text != "Up"]
 TEXTS = {"films": FILMS, "people": PEOPLE, "few": ["Up", "Upside", "A, B", 'A"'], "seen": SEEN, "short": SHORT}
+KINDS = {"schema": JSON, "tag": TAG}  # shorter words of the tests
 FILM, FEW, PERSON = ({"type": "string", "item_set": name} for name in ("films", "few", "people"))
 
 
@@ -84,7 +85,7 @@ class Setting:
     @functools.lru_cache  # noqa: B019 - a few of them
     def _made(self, kind: str, text: str, options: tuple[tuple[str, Any], ...]) -> tuple[Any, list[Hole], Any]:
         given = json.loads(text)
-        marked = getattr(Marker(size_of), kind)(given, **dict(options))
+        marked = Marker(size_of).mark(KINDS.get(kind, kind), given, dict(options))
         assert marked is not None
         if kind == "schema":
             own = self.plain.compile_json_schema(json.dumps(written_out(given)), **dict(options))

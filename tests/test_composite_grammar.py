@@ -17,14 +17,14 @@ import jsonschema
 import numpy as np
 import pytest
 import xgrammar
-from holes import FEW, FILM, PERSON, TEXTS, Setting, as_json, items_in, setting, size_of, written_out
+from holes import FEW, FILM, KINDS, PERSON, TEXTS, Setting, as_json, items_in, setting, size_of, written_out
 from real_tokenizers import NAMES
 
 import itemset
 from itemset import ItemSetError
 from itemset.embedded.composite_grammar import Composite, Found
 from itemset.embedded.holes import HOLES, Hole, Items, Vocabulary, warm_up
-from itemset.embedded.placement import PLACES
+from itemset.embedded.placement import JSON, PLACES, SLATE
 from itemset.embedded.rewrite import Marker
 from itemset.serving.constraint import ENVELOPE
 from itemset.serving.engine.grammars import Grammars
@@ -328,7 +328,7 @@ def test_slates_without_a_separator(n: int) -> None:
     at = setting("tekken")
     items = {(token,): text for token, text in enumerate(at.vocabulary.bytes) if text in (b"a", b"ab", b"b", b"abb")}
     assert len(items) == 4
-    marked = Marker(lambda _: 4).slate({"item_set": "few", "n": n, "separator": ""})
+    marked = Marker(lambda _: 4).mark(SLATE, {"item_set": "few", "n": n, "separator": ""})
     compiled, _ = at.composite(marked)
     films = Items(itemset.build([*items]))
     holes = [Hole(films, None, place.group, place.begins) for place in marked.holes]
@@ -463,7 +463,7 @@ def test_stop_tokens_of_a_request() -> None:
 
 
 def marked(kind: str, given: Any, size: Any = size_of) -> Any:
-    return getattr(Marker(size), kind)(given)
+    return Marker(size).mark(KINDS.get(kind, kind), given)
 
 
 def within(**node: Any) -> dict[str, Any]:
@@ -755,10 +755,10 @@ def test_many_places_of_one_set() -> None:
     def schema(places: int) -> dict[str, Any]:
         return {"type": "array", "prefixItems": [field] * places, "items": False}
 
-    marked = Marker(lambda place: 5).schema(schema(PLACES))
+    marked = Marker(lambda place: 5).mark(JSON, schema(PLACES))
     assert marked is not None
     assert len(marked.holes) == 1
     assert marked.ebnf(96).count("Token(96)") == PLACES
     assert marked.closers() == [b'"']
     with pytest.raises(ItemSetError, match="more than 1,000 places"):
-        Marker(lambda place: 5).schema(schema(PLACES + 1))
+        Marker(lambda place: 5).mark(JSON, schema(PLACES + 1))

@@ -10,16 +10,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from holes import setting, size_of
+from holes import KINDS, setting, size_of
 from models import tiny_tokenizer
 
 from itemset import ItemSetError
 from itemset.embedded import rewrite
-from itemset.embedded.placement import PLACES, TEXT
+from itemset.embedded.placement import EBNF, JSON, PLACES, TEXT
 from itemset.embedded.rewrite import Marker
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import ModelLimits, StaticConfig, Words
-from itemset.serving.constraint import EBNF, ENVELOPE, JSON, SMALL, Constraint
+from itemset.serving.constraint import ENVELOPE, SMALL, Constraint
 from itemset.serving.engine.grammars import Grammars
 from itemset.serving.front.admission import Checks
 from itemset.serving.front.embedded_sets import Constraints
@@ -72,15 +72,15 @@ HOSTILE: dict[str, tuple[str, Any, str]] = {
 @pytest.mark.parametrize(("kind", "given", "message"), HOSTILE.values(), ids=HOSTILE)
 def test_a_constraint_over_a_limit_is_refused(kind: str, given: Any, message: str) -> None:
     with pytest.raises(ItemSetError, match=message):
-        getattr(Marker(size_of), kind)(given)
+        Marker(size_of).mark(KINDS.get(kind, kind), given)
 
 
 def test_as_many_references_as_places_may_be_there() -> None:
-    marked = Marker(size_of).schema(referring(PLACES - 1))
+    marked = Marker(size_of).mark(JSON, referring(PLACES - 1))
     assert marked is not None
     assert len(marked.holes) == 1
     with pytest.raises(ItemSetError, match="more than 1,000 places"):
-        Marker(size_of).schema(referring(PLACES))
+        Marker(size_of).mark(JSON, referring(PLACES))
 
 
 class Watched(dict[str, Any]):
@@ -117,7 +117,7 @@ def test_marking_takes_a_constant_number_of_passes() -> None:
         given = watched(fields(1, film=FILM, deep=node) | {"not": FILM})
         Watched.walks = 0
         with pytest.raises(ItemSetError, match=r"\$\.not: an item_set does not hold there"):
-            Marker(size_of).schema(given)
+            Marker(size_of).mark(JSON, given)
         assert Watched.walks <= 8 * objects(given)
 
 

@@ -20,8 +20,8 @@ from samples import SAMPLES
 from tokenizers import AddedToken
 
 from itemset.embedded.composite_grammar import Composite
+from itemset.embedded.placement import EBNF, JSON, LARK, REGEX, TAG
 from itemset.embedded.printed import long_alternations
-from itemset.serving.constraint import EBNF, JSON, LARK, REGEX, TAG
 from itemset.serving.engine import long_alternations as of_engine
 from itemset.serving.engine.grammars import short_turns
 from itemset.serving.engine.long_alternations import LongAlternations

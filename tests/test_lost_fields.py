@@ -12,10 +12,10 @@ import lost_words
 import pytest
 from pydantic import BaseModel, Field
 
+from itemset.embedded.placement import JSON, TAG
 from itemset.embedded.rewrite import Marker, mentions
 from itemset.errors import ItemSetError
 from itemset.serving.catalogue import RefusedError
-from itemset.serving.constraint import JSON, TAG
 from itemset.serving.front import lost_fields, request_fields
 from itemset.serving.front.lost_fields import constraints_of, holds_sets, refuse_loose_tools
 
@@ -161,11 +161,11 @@ def test_a_set_that_would_not_hold_in_a_schema(schema):
     for given in (schema, json.dumps(schema)):
         assert mentions(given)
         with pytest.raises((ItemSetError, RuntimeError)):
-            Marker(lambda place: 3).schema(given)
+            Marker(lambda place: 3).mark(JSON, given)
 
 
 def test_a_property_of_our_words_name_is_no_set():
-    assert Marker(lambda place: 3).schema(lost_words.NAMED) is None
+    assert Marker(lambda place: 3).mark(JSON, lost_words.NAMED) is None
     assert not holds_sets(JSON, lost_words.schema(properties={"item_sets": {"type": "string"}}, required=[]))
 
 

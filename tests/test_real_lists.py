@@ -132,7 +132,7 @@ def test_enums_of_real_schemas_become_sets(name: str) -> None:
     from test_long_alternations import lists, spells
 
     from itemset.embedded.composite_grammar import Composite
-    from itemset.serving.constraint import JSON
+    from itemset.embedded.placement import JSON
 
     at, made = setting(name), lists(name, 100)
     for what, texts in enums(Path(FOLDER)).items():

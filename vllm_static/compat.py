@@ -80,10 +80,10 @@ def vocabulary_of(vllm_config: Any, tokenizer: Any) -> Any:
 
 
 def kind_of_grammar(text: str) -> str:
-    """Return whether vLLM takes a grammar for EBNF or for Lark: a kind of `itemset.serving.constraint`."""
+    """Return whether vLLM takes a grammar for EBNF or for Lark: a kind of `itemset.embedded.placement`."""
     from vllm.v1.structured_output.utils import grammar_is_likely_lark
 
-    from itemset.serving.constraint import EBNF, LARK
+    from itemset.embedded.placement import EBNF, LARK
 
     return LARK if grammar_is_likely_lark(text) else EBNF
 

@@ -9,6 +9,8 @@ from typing import Any
 from itemset.errors import ItemSetError
 from itemset.select.filters import digits
 
+JSON, TAG, EBNF, LARK, SLATE = "json", "structural_tag", "ebnf", "lark", "slate"  # kinds of constraints
+REGEX = "regex"  # in which no set can be named
 WORD = "item_set"  # the keyword of a JSON schema, the type of a structural tag's content, and of it the set
 SELECTION = ("item_filter", "exclude_keys", "only_keys")  # may stand beside it: which of its items, as in a request
 NAMED = ("properties", "patternProperties", "$defs", "definitions")  # keywords of JSON schemas with names below them

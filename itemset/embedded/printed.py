@@ -2,12 +2,15 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import xgrammar
 
 from itemset.embedded.holes import HOLES
+from itemset.embedded.placement import EBNF, JSON, SLATE
+
+_MADE_FROM = {JSON: "json_schema", SLATE: EBNF}  # in the names of xgrammar's functions; other kinds as they are
 
 _LITERAL, _CLASS = r'"(?:[^"\\]|\\.)*+"', r"\[(?:[^\]\\]|\\.)*+\]"
 _TEXT = rf'\({_LITERAL}(?: {_LITERAL})*+\)|""'
@@ -22,12 +25,14 @@ _ABOVE = 50  # rules above one, which are looked at for circles
 _PRINTED = re.compile(r"\\x([0-9a-f]{2})|\\.")
 
 
-def printed(grammar: xgrammar.Grammar) -> str:
-    """Return a grammar as EBNF that xgrammar reads as what it is.
+def printed(kind: str, spec: str, options: Mapping[str, Any]) -> str:
+    """Return xgrammar's grammar of a constraint, as EBNF that it reads as what it is. Raises as xgrammar does.
 
+    kind: of `placement`; a slate is stated as EBNF. options: of `xgrammar.Grammar.from_json_schema`.
     xgrammar writes é as `\\xe9`, but takes all hexadecimal digits that follow for a part of it: "Québec" would be lost.
     """
-    text = str(grammar)
+    make = getattr(xgrammar.Grammar, f"from_{_MADE_FROM.get(kind, kind)}")
+    text = str(make(spec, **options) if kind == JSON else make(spec))
     if r"\x" not in text:
         return text
     return _PRINTED.sub(lambda found: rf"\u00{found[1]}" if found[1] else found[0], text)

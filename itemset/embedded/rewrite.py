@@ -17,8 +17,8 @@ import xgrammar
 from itemset.embedded.holes import HOLES
 
 from itemset.embedded.placement import (  # isort: skip
-    ANY, NAMED, NO_SPACE, PLACES, REFERENCES, REFERRING, SELECTION, SETS, WORD, Marked, Place, Survey, check_characters,
-    means_set, objects, parse, says_set,
+    ANY, JSON, NAMED, NO_SPACE, PLACES, REFERENCES, REFERRING, SELECTION, SETS, SLATE, TAG, WORD, Marked, Place,
+    Survey, check_characters, means_set, objects, parse, says_set,
 )  # fmt: skip
 from itemset.embedded.printed import printed
 from itemset.errors import ItemSetError, shown
@@ -58,44 +58,36 @@ class Marker:
         self._survey = Survey()
 
     def finds(self, kind: str, given: Any) -> bool:
-        """Return whether item sets stand in a schema, tag or grammar: without xgrammar. Raises as these do."""
-        if kind == "ebnf":
-            return any(self._places for _ in self._elements(given)) or bool(self._places)
-        parsed = self._parsed(given)
-        _ = self._tag(parsed, "$") if kind == "tag" else self._whole_schema(parsed, "$")
+        """Return whether item sets stand in a constraint: without xgrammar. Raises as `mark`."""
+        self._marked(kind, given)
         return bool(self._places)
 
-    def schema(self, given: Any, **options: Any) -> Marked | None:
-        """Mark a JSON schema, an object or its text; None without a set. options: of xgrammar's `from_json_schema`."""
-        schema = self._parsed(given)
-        spec = json.dumps(self._whole_schema(schema, "$"))
-        return self._placed(spec, lambda: xgrammar.Grammar.from_json_schema(spec, **options), schema)
+    def mark(self, kind: str, given: Any, options: Mapping[str, Any] = {}) -> Marked | None:
+        """Mark a constraint; None without a set, or if nothing refers to the definitions in which sets stand.
 
-    def tag(self, given: Any) -> Marked | None:
-        """Mark a structural tag, of the present form or of the older one with `structures`."""
-        tag = self._parsed(given)
-        marked = self._tag(tag, "$")
-        if isinstance(tag, dict) and isinstance(tag.get("structures"), list):
-            items = []
-            for one in marked["structures"]:
-                schema = json.dumps(one.get("schema") or {})
-                items.append(xgrammar.StructuralTagItem(begin=one["begin"], schema=schema, end=one["end"]))
-            if not self._places:
-                return None
-            new = xgrammar.StructuralTag.from_legacy_structural_tag(items, tag["triggers"])
-            new.format = new.format.model_copy(update={"at_least_one": bool(tag.get("at_least_one"))})  # SGLang's word
-            marked = new.model_dump(mode="json")
-        spec = json.dumps(marked)
-        return self._placed(spec, lambda: xgrammar.Grammar.from_structural_tag(spec), tag)
+        given: a JSON schema, a structural tag of the present form or of the older one with `structures`, a slate as of
+        `read_slate`, each an object or its text; or a grammar with `ItemSet("films")` or `ItemSet({"item_set": "films",
+        "exclude_keys": [...]})` in it. kind, options: as of `printed`. Raises as xgrammar does, too.
+        """
+        marked, parsed = self._marked(kind, given)
+        if not self._places:
+            return None
+        if kind == TAG and isinstance(parsed.get("structures"), list):
+            marked = _of_present_form(marked)
+        spec = marked if isinstance(marked, str) else json.dumps(marked)
+        return self._placed(spec, printed(kind, spec, options), parsed)
 
-    def ebnf(self, given: str, parse: Callable[[str], xgrammar.Grammar] = xgrammar.Grammar.from_ebnf) -> Marked | None:
-        """Mark a grammar: `ItemSet("films")`, or `ItemSet({"item_set": "films", "exclude_keys": [...]})`."""
-        check_characters(len(given))
-        marked = "".join(self._elements(given))
-        return self._placed(marked, lambda: parse(marked), None)
+    def _marked(self, kind: str, given: Any) -> tuple[Any, Any]:
+        """Return the constraint with marks in place of its sets, and as it was: a schema or tag parsed, else None."""
+        if kind == SLATE:
+            return self._slate(given), None
+        if kind not in (JSON, TAG):
+            check_characters(len(given))
+            return "".join(self._elements(given)), None
+        parsed = self._parsed(given)
+        return self._tag(parsed, "$") if kind == TAG else self._whole_schema(parsed, "$"), parsed
 
-    def slate(self, given: Any) -> Marked:
-        """Mark a slate, an object or its text: see `read_slate`."""
+    def _slate(self, given: Any) -> str:
         is_json = not isinstance(given, str) or given.lstrip().startswith("{")
         slate, n, separator = read_slate(self._parsed(given) if is_json else given)
         place = replace(self._place(slate, "slate"), closers=separator[:1], group=0)
@@ -105,9 +97,7 @@ class Marker:
         if n > 1:
             literal = json.dumps(separator, ensure_ascii=False)
             grammar += f' ({literal if separator else ""} "{self._mark(place)}"){{{n - 1}}}'
-        marked = self._placed(grammar, lambda: xgrammar.Grammar.from_ebnf(grammar), None)
-        assert marked is not None
-        return marked
+        return grammar
 
     def _parsed(self, given: Any) -> Any:
         parsed = parse(given)
@@ -158,7 +148,7 @@ class Marker:
         if isinstance(several := node.get("allOf"), list) and len(several) > 1 and self._survey.holds(several, ANY):
             self._unheld.append(f"{path}.allOf")
         out = dict(node)
-        distinct = self._distinct(node, path)
+        distinct = self._is_distinct(node, path)
         for key in _ONE:
             if isinstance(node.get(key), dict) and not (key == "items" and distinct):
                 out[key] = self._schema(node[key], f"{path}.{key}")
@@ -168,7 +158,7 @@ class Marker:
         for key in _MANY:
             if isinstance(node.get(key), list):
                 out[key] = [self._schema(one, f"{path}.{key}[{i}]") for i, one in enumerate(node[key])]
-        return self._slate(node, out, path) if distinct else out
+        return self._distinct_items(node, out, path) if distinct else out
 
     def _whole_schema(self, given: Any, path: str) -> Any:
         """Raises ItemSetError for sets that stand, or that references lead to, where xgrammar takes any text."""
@@ -200,7 +190,7 @@ class Marker:
         constant = {"const": self._mark(self._place(node, path, number=kinds == ["integer"]))}
         return {"anyOf": [constant, {"type": "null"}]} if len(each) > 1 else constant
 
-    def _distinct(self, node: dict[str, Any], path: str) -> bool:
+    def _is_distinct(self, node: dict[str, Any], path: str) -> bool:
         """Return whether this is an array of distinct items of a set."""
         if node.get("uniqueItems") is not True or not self._survey.holds(node.get("items"), ANY):
             return False
@@ -214,7 +204,7 @@ class Marker:
             )
         return True
 
-    def _slate(self, node: dict[str, Any], out: dict[str, Any], path: str) -> dict[str, Any]:
+    def _distinct_items(self, node: dict[str, Any], out: dict[str, Any], path: str) -> dict[str, Any]:
         least, most = node.get("minItems", 0), node.get("maxItems")
         for name, value in (("minItems", least), ("maxItems", most)):
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
@@ -293,11 +283,9 @@ class Marker:
 
     # What xgrammar made of it
 
-    def _placed(self, spec: str, parse: Callable[[], xgrammar.Grammar], given: Any) -> Marked | None:
-        """Return None if no set stands in it, or nothing refers to the definitions in which sets stand."""
-        if not self._places:
-            return None
-        text, holes, hole_of = printed(parse()), list[Place](), dict[int, int]()
+    def _placed(self, spec: str, text: str, given: Any) -> Marked | None:
+        """text: xgrammar's grammar of `spec`. given: without the marks."""
+        holes, hole_of = list[Place](), dict[int, int]()
         mark = rf"(?:ITEMSET{self._nonce}N|{self._digits})(\d+)E?"
         if len(text) > GRAMMAR:
             raise ItemSetError(
@@ -325,6 +313,17 @@ class Marker:
         if len(holes) > HOLES:
             raise ItemSetError(f"the constraint has {len(holes)} different item sets, the limit is {HOLES}")
         return Marked(spec, text, re.compile(mark), holes, hole_of) if holes else None
+
+
+def _of_present_form(tag: dict[str, Any]) -> Any:
+    """Return a structural tag of the older form, with `structures`, in the present one."""
+    items = []
+    for one in tag["structures"]:
+        schema = json.dumps(one.get("schema") or {})
+        items.append(xgrammar.StructuralTagItem(begin=one["begin"], schema=schema, end=one["end"]))
+    new = xgrammar.StructuralTag.from_legacy_structural_tag(items, tag["triggers"])
+    new.format = new.format.model_copy(update={"at_least_one": bool(tag.get("at_least_one"))})  # SGLang's word
+    return new.model_dump(mode="json")
 
 
 def _begins_with_item(node: Any) -> bool:

@@ -1,7 +1,7 @@
 """A request's constraint with item sets in it: made in the front end, and carried to the engine."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -11,18 +11,7 @@ from itemset.embedded.placement import Place
 from itemset.serving.catalogue import InlineSet
 
 ENVELOPE = "\0item_set_holes:"  # begins what the engine gets of such a constraint; no grammar begins so
-
-JSON, TAG, EBNF, LARK, SLATE = KINDS = ("json", "structural_tag", "ebnf", "lark", "slate")
-REGEX = "regex"  # in which no set can be named
 SMALL = 20_000  # characters of a constraint, and of its grammar, that xgrammar compiles in about a tenth of a second
-
-
-def parsed(kind: str, spec: str, options: Mapping[str, Any]) -> xgrammar.Grammar:
-    """Return xgrammar's grammar of a constraint. options: of `xgrammar.Grammar.from_json_schema`. Raises as it does."""
-    if kind == JSON:
-        return xgrammar.Grammar.from_json_schema(spec, **options)
-    of_kind = {TAG: "structural_tag", EBNF: "ebnf", LARK: "lark", REGEX: "regex"}
-    return getattr(xgrammar.Grammar, f"from_{of_kind[kind]}")(spec)
 
 
 class SetHole(NamedTuple):
@@ -37,7 +26,7 @@ class SetHole(NamedTuple):
 class Constraint:
     """A request's constraint with holes. In the request it stands in place of what it was made of."""
 
-    kind: str  # one of KINDS
+    kind: str  # of `embedded.placement`
     grammar: str  # xgrammar's EBNF with the holes' tokens
     holes: Sequence[SetHole]
     compiled: xgrammar.CompiledGrammar = field(repr=False)  # the grammar, in this process

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from itemset.embedded.holes import Vocabulary
+from itemset.embedded.placement import JSON
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import ModelLimits, StaticConfig, Words
-from itemset.serving.constraint import JSON, Constraint
+from itemset.serving.constraint import Constraint
 from itemset.serving.front.front_end import FrontEndBase, ListJob
 from itemset.serving.front.http_bodies import body, while_connected
 from itemset.serving.front.list_runner import Lists, OneRequest

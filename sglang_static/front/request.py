@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from numbers import Integral
 from typing import Any
 
+from itemset.embedded.placement import EBNF, JSON, TAG
 from itemset.serving.catalogue import RefusedError
-from itemset.serving.constraint import EBNF, JSON, TAG
 from itemset.serving.front import request_fields
 from itemset.serving.front.http_bodies import body
 from itemset.serving.front.lost_fields import holds_sets, undisguised

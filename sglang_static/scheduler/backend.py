@@ -12,12 +12,12 @@ from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
 from itemset import ItemSet, ItemSetError
 from itemset.embedded.composite_grammar import Composite
 from itemset.embedded.holes import Once, Vocabulary
+from itemset.embedded.placement import EBNF
 from itemset.masking.arena import ArenaFullError, Place
 from itemset.masking.host import HostState
 from itemset.masking.slots import MAX_STOP_TOKENS
 from itemset.serving.catalogue import Catalogue
 from itemset.serving.config import StaticConfig
-from itemset.serving.constraint import EBNF
 from itemset.serving.engine.grammars import Grammars
 from itemset.serving.engine.long_alternations import LongAlternations
 from itemset.serving.engine.version_rollout import Preparer

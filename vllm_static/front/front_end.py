@@ -10,10 +10,10 @@ from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar
 
+from itemset.embedded.placement import JSON, TAG
 from itemset.errors import ItemSetError
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import ModelLimits, StaticConfig, Words
-from itemset.serving.constraint import JSON, TAG
 from itemset.serving.front.answer_fields import Expected, ExpectedItems
 from itemset.serving.front.front_end import FrontEndBase, ListJob
 from itemset.serving.front.http_bodies import body

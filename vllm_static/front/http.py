@@ -3,10 +3,10 @@
 from collections.abc import Collection
 from typing import Any
 
+from itemset.embedded.placement import JSON, TAG
 from itemset.embedded.rewrite import mentions
 from itemset.errors import shown
 from itemset.serving.catalogue import RefusedError
-from itemset.serving.constraint import JSON, TAG
 from itemset.serving.front import http_bodies, lost_fields, request_fields
 from itemset.serving.front.lost_fields import constraints_of, disguised, holds_sets, refuse_loose_tools, refuse_lost
 from itemset.serving.front.model_names import take_set

@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 
-from itemset.serving.constraint import JSON, SLATE, TAG
+from itemset.embedded.placement import JSON, SLATE, TAG
 from itemset.serving.front.lost_fields import holds_sets, undisguised
 from itemset.serving.front.request import BENDING, UNSAID, ItemRequest, candidates, wants_candidates
 

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 
 from itemset.embedded.holes import Hole, Items, Once, Vocabulary
+from itemset.embedded.placement import JSON, TAG
 from itemset.embedded.printed import Texts, long_alternations, printed
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet, build
-from itemset.serving.constraint import JSON, TAG, parsed
 from itemset.serving.engine.grammars import Compiled, short_turns
 from itemset.text import Escape, continues, encode
 from itemset.trie.rows import Rows, joined
@@ -79,9 +79,8 @@ class LongAlternations:
     def _try(self, kind: str, spec: str) -> tuple[Compiled | None, int]:
         begin = perf_counter()
         try:
-            grammar, found = long_alternations(
-                printed(parsed(kind, spec, self._options)), self._least, self._vocabulary().first
-            )
+            text = printed(kind, spec, self._options)
+            grammar, found = long_alternations(text, self._least, self._vocabulary().first)
             if not found:
                 return None, _LEFT
             vocabulary, sets = self._vocabulary(), [self._set(one) for one in found]

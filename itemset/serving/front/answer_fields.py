@@ -9,10 +9,11 @@ from typing import Any
 
 from itemset.embedded.composite_grammar import Composite, Found
 from itemset.embedded.holes import Hole, Items, Vocabulary
+from itemset.embedded.placement import JSON
 from itemset.item_set import ItemSet
 from itemset.ranking.search import of_items
 from itemset.serving.catalogue import Catalogue
-from itemset.serving.constraint import JSON, Constraint
+from itemset.serving.constraint import Constraint
 from itemset.serving.wire import INLINE, LOGPROBS, name_of
 
 FIELDS = ("item", "items", LOGPROBS)  # of an answer: which items it is or holds, and its tokens' log-probabilities

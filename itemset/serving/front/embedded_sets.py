@@ -16,12 +16,12 @@ import xgrammar
 
 from itemset.embedded.holes import Once, Vocabulary
 from itemset.embedded.numbers import not_integers
-from itemset.embedded.placement import Marked, Place
+from itemset.embedded.placement import SLATE, Marked, Place
 from itemset.embedded.rewrite import Marker
 from itemset.errors import ItemSetError, shown
 from itemset.item_set import ItemSet
 from itemset.serving.catalogue import InlineSet, Opened, RefusedError
-from itemset.serving.constraint import JSON, SLATE, SMALL, TAG, Constraint, SetHole, parsed
+from itemset.serving.constraint import SMALL, Constraint, SetHole
 from itemset.serving.front.admission import Checks
 from itemset.serving.front.lost_fields import is_small, may_hold
 from itemset.serving.front.request import ItemRequest
@@ -29,16 +29,6 @@ from itemset.text import Escape
 
 _MARKED, _LONGEST_KEPT = 8 << 20, 1 << 18  # characters of the constraints whose marks are kept, and of one
 _PLACE_IN_XGRAMMAR = re.compile(r"^\[[\d:]+\] \S+:\d+: ")  # time, file and line, before what it says
-
-
-def _marked(marker: Marker, kind: str, spec: Any, options: Mapping[str, Any]) -> Marked | None:
-    if kind == JSON:
-        return marker.schema(spec, **options)
-    if kind == TAG:
-        return marker.tag(spec)
-    if kind == SLATE:
-        return marker.slate(spec)
-    return marker.ebnf(spec, partial(parsed, kind, options=options))
 
 
 def _asked(place: Place, serving: Mapping[str, Opened]) -> ItemRequest:
@@ -111,7 +101,7 @@ class Constraints:
 
     def _marked_anew(self, kind: str, spec: Any, serving: Mapping[str, Opened]) -> Marked | None:
         try:
-            marked = _marked(Marker(partial(self._size, serving)), kind, spec, self._options)
+            marked = Marker(partial(self._size, serving)).mark(kind, spec, self._options)
             if marked is not None:
                 self._validate(kind, marked.spec)
                 xgrammar.Grammar.from_ebnf(marked.ebnf(0))

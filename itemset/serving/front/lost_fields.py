@@ -13,11 +13,11 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from itemset.embedded.placement import EBNF_SET, NAMED, NO_SCHEMAS, means_set, says_set
+from itemset.embedded.placement import EBNF, EBNF_SET, JSON, NAMED, NO_SCHEMAS, SLATE, TAG, means_set, says_set
 from itemset.embedded.rewrite import Marker, mentions
 from itemset.errors import ItemSetError, shown
 from itemset.serving.catalogue import RefusedError
-from itemset.serving.constraint import EBNF, JSON, SLATE, SMALL, TAG
+from itemset.serving.constraint import SMALL
 from itemset.serving.front import request_fields
 
 from itemset.serving.front.request_fields import (  # isort: skip
@@ -209,7 +209,7 @@ def holds_sets(kind: str, spec: Any) -> bool:
     if not is_small(spec):
         return True  # this may be asked on an event loop
     try:
-        return Marker(lambda place: 1 << 30).finds({JSON: "schema", TAG: "tag"}.get(kind, "ebnf"), spec)
+        return Marker(lambda place: 1 << 30).finds(kind, spec)
     except ItemSetError:
         return True
     except Exception:  # no constraint, as its engine will say

@@ -23,7 +23,7 @@ from itemset.serving.config import StaticConfig, Words
 from itemset.serving.front.request import ItemRequest
 from itemset.serving.front.request_fields import DrawOptions
 from itemset.serving.front.selections import Chosen
-from itemset.serving.wire import EngineRequest, HolesSpec, ListResult, ListSpec, NoList, SetRef, name_of, read
+from itemset.serving.wire import EngineRequest, ListResult, ListSpec, NoList, SetRef, name_of, read
 
 ITEMS = [[1, 2], [3], [1, 2], [4, 5, 6], [4, 5, 7], [8]]
 KEYS = ["a", "b", "c", "d", "e", "f"]
@@ -206,7 +206,7 @@ def test_lists_of_keys_carry_no_bits(config: StaticConfig) -> None:
 CARRIED = [
     EngineRequest(SetRef("inline:ab", b"\x00index", SetRef("view:cd", b"bits")), weighed="return_set_weight"),
     EngineRequest(SetRef("films"), ListSpec(3, 8, 2, without_end=True, races=(-(2**63), 7), temperature=0.5)),
-    EngineRequest(holes=HolesSpec("\0grammar", [SetRef("a", b"b"), SetRef("c")])),
+    EngineRequest(grammar="\0grammar", sets=[SetRef("a", b"b"), SetRef("c")]),
     EngineRequest(SetRef("films"), place=(1, 16, "digest", -1, ((2, 32),))),
 ]
 

@@ -24,7 +24,7 @@ from itemset.select.prompt_items import TextIndex
 from itemset.select.views import view_from_bytes
 from itemset.serving.config import StaticConfig
 from itemset.serving.private_copies import delete_unused, open_copy
-from itemset.serving.wire import FORM, VERSION, Prepare, SetRef, part_of, version_of, version_reference
+from itemset.serving.wire import FORM, VERSION, Prepare, SetRef, part_of, version_of
 
 OVERHEAD = 4_000  # bytes of Python objects around an open set, as measured: docs/serving.md
 _ROUNDING = 128  # bytes of an arena that an array, or a set, takes more at most
@@ -50,7 +50,7 @@ class Opened:
     @property
     def reference(self) -> str:
         """Return how a request carries this version of the set."""
-        return version_reference(self.version, self.name)
+        return f"{VERSION}{self.version}@{self.name}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +125,7 @@ class Catalogue:
     def open(self, name: str, version: str | None, path: str | Path | None) -> Opened:
         """Open a version of a set, which may take seconds. version, path: as for `open_copy`. Raises as that does."""
         try:
-            item_set = self._known.get(version_reference(version or "", name))
+            item_set = self._known.get(f"{VERSION}{version}@{name}")
             if item_set is None or version is None:
                 item_set, version = open_copy(path, self._config.item_set_cache, version)
         except ItemSetError as error:

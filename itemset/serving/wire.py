@@ -74,23 +74,18 @@ class ListSpec(msgspec.Struct, frozen=True, omit_defaults=True):
         return widest(self.width) * max(1, len(self.races))
 
 
-class HolesSpec(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The sets of a constraint. grammar: `Constraint.spec()`."""
-
-    grammar: str
-    sets: list[SetRef]
-
-
 class EngineRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a request carries: a set, or a constraint with sets in it; and whether it is a list of its items.
 
-    weighed: the field by which its answer says log-probabilities, if any. after: of a thought before a list, the tokens
-    that end it, and those that stand between both. place: where the set lies in vLLM's workers, from the engine core.
+    grammar, sets: `Constraint.spec()`, and the sets in it. weighed: the field by which its answer says
+    log-probabilities, if any. after: of a thought before a list, the tokens that end it, and those between both. place:
+    where the set lies in vLLM's workers, from the engine core.
     """
 
     item_set: SetRef | None = None
     ranked: ListSpec | None = None
-    holes: HolesSpec | None = None
+    grammar: str = ""
+    sets: list[SetRef] = []
     weighed: str = ""
     after: tuple[Tokens, Tokens] | None = None
     place: Place | None = None
@@ -226,20 +221,6 @@ class Answer(msgspec.Struct, frozen=True):
 
     stage: Stage = Stage.OPENING
     refused: str | None = None
-
-
-def version_reference(version: str, name: str) -> str:
-    return f"{VERSION}{version}@{name}"
-
-
-def part_reference(digest: str, of: str) -> str:
-    """Return the reference of what a selection leaves of another."""
-    return f"{VIEW}{digest}@{of}"
-
-
-def form_reference(version: str, of: str) -> str:
-    """Return the reference of a registered set in another spelling. version: of that one's index."""
-    return f"{FORM}{version}@{of}"
 
 
 def part_of(reference: str) -> str:

@@ -22,7 +22,7 @@ from itemset.serving.engine.grammars import Grammars
 from itemset.serving.engine.long_alternations import LongAlternations
 from itemset.serving.engine.version_rollout import Preparer
 from itemset.serving.warm_up import compile_all
-from itemset.serving.wire import WIRE, HolesSpec, read
+from itemset.serving.wire import WIRE, EngineRequest, read
 from sglang_static import compat
 from sglang_static.compat import logger
 from sglang_static.metrics import SchedulerFigures
@@ -96,9 +96,9 @@ class StaticBackend:
         if (carried := read(custom)) is None:
             return None
         try:
-            if carried.holes is not None:
+            if carried.grammar:
                 del custom[WIRE]
-                return self._admit_holes(manager, request, carried.holes)
+                return self._admit_holes(manager, request, carried)
             _, item_set = receive_request(self._catalogue, custom)
             self._check_room(manager.scheduler, request, item_set)
             compat.decode_alone(request)
@@ -136,9 +136,9 @@ class StaticBackend:
         request.item_set = masks.Admitted(item_set, place, tuple(sorted(stops)))
         return True
 
-    def _admit_holes(self, manager: Any, request: Any, holes: HolesSpec) -> bool:
-        spec, stops = holes.grammar, compat.stop_tokens(request)
-        sets = {one.reference: self._catalogue.receive(one).item_set for one in holes.sets}
+    def _admit_holes(self, manager: Any, request: Any, carried: EngineRequest) -> bool:
+        spec, stops = carried.grammar, compat.stop_tokens(request)
+        sets = {one.reference: self._catalogue.receive(one).item_set for one in carried.sets}
         for item_set in sets.values():
             self._check_room(manager.scheduler, request, item_set)
 

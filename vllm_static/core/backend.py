@@ -33,7 +33,7 @@ from itemset.serving.engine.long_alternations import LongAlternations
 from itemset.serving.engine.version_rollout import Preparer
 from itemset.serving.metrics import label
 from itemset.serving.warm_up import compile_all
-from itemset.serving.wire import WIRE, HolesSpec, SetRef, read
+from itemset.serving.wire import WIRE, SetRef, read
 from vllm_static import compat
 from vllm_static.compat import logger
 from vllm_static.core.device_path import DevicePath
@@ -115,8 +115,8 @@ class StaticBackend(StructuredOutputBackend):
         carried = read(params.extra_args) if params is not None else None
         if carried is None:
             return False
-        if carried.holes is not None:
-            self._take_holes(request, carried.holes)
+        if carried.grammar:
+            self._take_holes(request, carried.sets)
             return False
         assert carried.item_set is not None
         constraint: Any = request.structured_output_request
@@ -135,9 +135,9 @@ class StaticBackend(StructuredOutputBackend):
         self._figures["by_path"]["device" if on_device else "host"] += carried.ranked is None  # a list has no masks
         return on_device
 
-    def _take_holes(self, request: Any, holes: HolesSpec) -> None:
+    def _take_holes(self, request: Any, sets: list[SetRef]) -> None:
         """Take over the sets of a constraint, which the request holds. No worker needs them."""
-        request.item_set_holes = list(map(self._catalogue.receive, holes.sets))
+        request.item_set_holes = list(map(self._catalogue.receive, sets))
         request.sampling_params = params = copy.copy(request.sampling_params)
         params.extra_args = {key: value for key, value in params.extra_args.items() if key != WIRE}
         self._figures["by_path"]["host"] += 1

@@ -101,7 +101,7 @@ class FrontEnd(FrontEndBase):
             params.logprobs, params.flat_logprobs = 1, True
         others = {key: value for key, value in (params.extra_args or {}).items() if key != REFERENCE}
         params.extra_args = {**others, WIRE: carried}
-        own = {"grammar": carried.holes.grammar} if carried.holes else {"choice": [carried.reference]}
+        own = {"grammar": carried.grammar} if carried.grammar else {"choice": [carried.reference]}
         params.structured_outputs = compat.of_our_backend(StructuredOutputsParams(**own))
 
         def expected(request: Any) -> Expected | ExpectedItems:

@@ -24,7 +24,7 @@ from itemset.serving.catalogue import Catalogue, RefusedError
 from itemset.serving.config import StaticConfig
 from itemset.serving.front.inline import SLICE_TEXTS
 from itemset.serving.private_copies import folder_of_indexes, open_copy
-from itemset.serving.wire import form_reference, version_of
+from itemset.serving.wire import FORM, version_of
 from itemset.text import Escape, continues, decoded, encode
 from itemset.trie.rows import Rows, joined
 
@@ -96,7 +96,7 @@ class Forms:
                 raise
             mend = "make room there, or name another folder with the option item_set_cache"
             raise ItemSetError(f"{error.filename} cannot be used: {error.strerror}: {mend}") from error
-        return form_reference(form, of)
+        return f"{FORM}{form}@{of}"
 
     def _to_respell(self, item_set: ItemSet, escape: Escape) -> NDArray[np.int64]:
         """Return the numbers of the items that may have other tokens in such a place."""

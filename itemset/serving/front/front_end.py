@@ -23,7 +23,7 @@ from itemset.serving.front.request import ItemRequest
 from itemset.serving.front.request_fields import ATTRIBUTES, LIST_AFTER, NO_ATTRIBUTES, PROMPT, ListOptions, wrong_type
 from itemset.serving.front.selections import Prompt
 from itemset.serving.front.version_watcher import Follower, Send
-from itemset.serving.wire import INLINE, EngineRequest, HolesSpec, Tokens
+from itemset.serving.wire import INLINE, EngineRequest, Tokens
 from itemset.text import encode
 
 
@@ -160,7 +160,7 @@ class FrontEndBase:
             metrics.REQUESTS.labels(metrics.label(one.reference)).inc()
         if grammar is None:
             return EngineRequest(sets[0].ref, weighed=asked.weighed)
-        return EngineRequest(holes=HolesSpec(grammar.spec(), [one.ref for one in sets]))
+        return EngineRequest(grammar=grammar.spec(), sets=[one.ref for one in sets])
 
     def begin_list(self, asked: ItemRequest, *, prompt_tokens: int, after: int, reasons: Mapping[str, bool]) -> ListJob:
         """Begin a request's ranked list or draws. Counts it.

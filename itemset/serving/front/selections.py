@@ -22,7 +22,7 @@ from itemset.serving.catalogue import OVERHEAD, Catalogue, InlineSet, RefusedErr
 from itemset.serving.config import StaticConfig, Words
 from itemset.serving.front.request import ItemRequest
 from itemset.serving.front.request_fields import BOOST, BOOST_KEYS, EXCLUDE, FILTER, ONLY, PROMPT, STEERING
-from itemset.serving.wire import part_of, part_reference
+from itemset.serving.wire import VIEW, part_of
 from itemset.text import decode, decoded
 
 Prompt = str | Sequence[int]  # a text or its tokens; empty if it has neither
@@ -128,7 +128,7 @@ class Chosen:
 
     def _texts(self, of: str, whole: ItemSet) -> TextIndex:
         """Return what finds a set's texts: made once a version, then cached and counted as inline sets are."""
-        own = part_reference("texts", of)
+        own = f"{VIEW}texts@{of}"
         with self._indexing:
             if (kept := self._catalogue.inline(own)) is None or (texts := kept.texts) is None:
                 texts = TextIndex(whole, lambda rows: decoded(rows, self._tokenizer))
@@ -164,7 +164,7 @@ def _left(seen: ItemSet, asked: Mapping[str, Any]) -> ItemSet:
 def _reference(asked: Mapping[str, Any], of: str) -> str:
     """Return the reference of a part. It names the request: the digest of its tables does not tell which keys pass."""
     text = "\n".join(word + _text(word, value) for word, value in asked.items())
-    return part_reference(hashlib.blake2b(text.encode(), digest_size=16).hexdigest(), of)
+    return f"{VIEW}{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}@{of}"
 
 
 def _text(word: str, value: Any) -> str:

@@ -40,7 +40,8 @@ class ItemSetLogitsProcessor(LogitsProcessor):
         """prompt_length: columns of `input_ids` before the item, with padding; for an encoder-decoder model 1, its
         start token. One for all prompts, or one for each if the items begin in different columns. stop_tokens: the
         model's end tokens. Raises ItemSetError if there is none, or if one occurs inside an item."""
-        self._item_set, self._begin = item_set, prompt_length
+        self._item_set, self._given = item_set, prompt_length
+        self._begins = [prompt_length] if isinstance(prompt_length, int) else list(prompt_length)
         self._stops = [stop_tokens] if isinstance(stop_tokens, int) else list(stop_tokens or ())
         if not self._stops:
             raise ItemSetError("an item could never end: give the model's end-of-sequence token as stop_tokens")
@@ -60,7 +61,7 @@ class ItemSetLogitsProcessor(LogitsProcessor):
         slots = self._with_room(rows, device)
         numbers, sets, marks = (one[:rows] for one in self._begun)
         slots.assign(numbers, sets, marks)
-        begins = torch.as_tensor(self._begin, device=device).view(-1)
+        begins = torch.as_tensor(self._begins, device=device)
         self._check(rows, length, scores.shape[1])
         begin = begins.repeat_interleave(rows // len(begins))  # each prompt's beams stand together
         end = torch.full_like(numbers, length)
@@ -82,9 +83,8 @@ class ItemSetLogitsProcessor(LogitsProcessor):
     def items(self, rows: Tensor, *, each: int = 1) -> list[list[list[int]]]:
         """Return each prompt's distinct items in what `generate()` has returned. each: its `num_return_sequences`."""
         found: list[list[list[int]]] = []
-        begins = [self._begin] if isinstance(self._begin, int) else list(self._begin)
         for first in range(0, len(rows), each):
-            begin = begins[first * len(begins) // len(rows)]
+            begin = self._begins[first * len(self._begins) // len(rows)]
             after = [row[begin:].tolist() for row in rows[first : first + each]]
             ends = [next((i for i, token in enumerate(row) if token in self._stops), len(row)) for row in after]
             distinct = dict.fromkeys(tuple(row[:end]) for row, end in zip(after, ends, strict=True))
@@ -97,18 +97,17 @@ class ItemSetLogitsProcessor(LogitsProcessor):
                 f"the set, or its stop tokens, hold token id {self._highest}, the model's logits end at "
                 f"{vocabulary - 1}: build the set with this model's tokenizer"
             )
-        begins = [self._begin] if isinstance(self._begin, int) else list(self._begin)
+        begins = self._begins
         if rows % len(begins) or not 0 <= min(begins) <= max(begins) <= length:
             raise ItemSetError(
-                f"prompt_length={self._begin} does not go with {rows} rows of {length} tokens: give the columns of "
+                f"prompt_length={self._given} does not go with {rows} rows of {length} tokens: give the columns of "
                 "input_ids, one number for all prompts or one for each"
             )
 
     def _width(self, length: int) -> int:
         """Return the most tokens that may follow in a row."""
-        begins = [self._begin] if isinstance(self._begin, int) else self._begin
         plan = self._item_set.level_plan
-        return len(self._stops) + max(1, *(plan.children(length - begin, 1) for begin in begins))
+        return len(self._stops) + max(1, *(plan.children(length - begin, 1) for begin in self._begins))
 
     @staticmethod
     def _masked(slots: Slots, batch: Batch, scores: Tensor, width: int) -> tuple[Tensor, Tensor]:

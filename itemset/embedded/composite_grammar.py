@@ -236,31 +236,26 @@ class Composite:
 
     def fill_bitmask(self, row: NDArray[np.int32]) -> None:
         """Set bit t of `row` [ceil(vocabulary / 32)] if token t may follow, else clear it. Every word is written."""
-        if len(row) == len(self._inside):
-            self._fill(row)
-            return
-        whole = np.empty_like(self._inside)
-        self._fill(whole)
-        row[len(whole) :] = 0
-        row[: len(whole)] = whole[: len(row)]
-
-    def _fill(self, row: NDArray[np.int32]) -> None:
+        whole = row if len(row) == len(self._inside) else np.empty_like(self._inside)
         empty = True  # the first reading sets the row, the others add to it
         for thread in self._history[-1]:
             if thread.hole >= 0:
-                self._fill_inside(thread, row, empty)
+                self._fill_inside(thread, whole, empty)
                 empty = False
             elif not thread.matcher.matcher.is_terminated():
                 thread.matcher.matcher.fill_next_token_bitmask(self._wide)
                 if empty:
-                    np.copyto(row, self._outside)
+                    np.copyto(whole, self._outside)
                 else:
-                    np.bitwise_or(row, self._outside, out=row)
+                    np.bitwise_or(whole, self._outside, out=whole)
                 empty = False
                 for inside in self._open(thread):
-                    self._fill_inside(inside, row, empty)
+                    self._fill_inside(inside, whole, empty)
         if empty:
-            np.copyto(row, self._end.view(np.int32))
+            np.copyto(whole, self._end.view(np.int32))
+        if whole is not row:
+            row[len(whole) :] = 0
+            row[: len(whole)] = whole[: len(row)]
 
     def _fill_inside(self, thread: _Thread, row: NDArray[np.int32], empty: bool) -> None:
         """empty: nothing of the row has been set."""

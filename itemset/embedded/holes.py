@@ -25,6 +25,7 @@ Made = TypeVar("Made")
 
 HOLES = 31  # of one grammar; one id more is the decoy, which no grammar names
 
+_INTEGER, _PIECE = re.compile(rb"-?(?:0|[1-9][0-9]*)"), re.compile(rb"-?[0-9]*")  # of JSON, and of a token in one
 _NAMES_TOKENS = re.compile(r"(?<!\w)(ExcludeToken|TokenTagDispatch|Token\(\s*(?:\d+\s*,\s*)*\d+)")
 
 
@@ -67,10 +68,10 @@ class Vocabulary:
         return (self._exact if self._names_tokens(grammar) else self._cached).compile_grammar(grammar)
 
     def _names_tokens(self, grammar: str) -> bool:
-        for found in _NAMES_TOKENS.findall(grammar):
-            if not found.startswith("Token(") or any(int(i) < self.first for i in re.findall(r"\d+", found)):
-                return True
-        return False
+        return any(
+            not found.startswith("Token(") or any(int(i) < self.first for i in re.findall(r"\d+", found))
+            for found in _NAMES_TOKENS.findall(grammar)
+        )
 
     def spells(self, tokens: NDArray[np.int32], offsets: NDArray[np.int64], texts: Sequence[bytes]) -> bool:
         """Return whether each text is what its tokens add up to. tokens, offsets: of all, as of `Rows`."""
@@ -79,6 +80,23 @@ class Vocabulary:
         lengths = np.fromiter(map(len, texts), np.int64, len(texts))
         return np.array_equal(np.diff(ends), lengths) and b"".join(pieces) == b"".join(texts)
 
+    def not_integer(self, item_set: ItemSet) -> str | None:
+        """Return the text of an item that JSON would not take for an integer, None if there is none.
+
+        Looks at the tokens that there are, and at those items alone that may be wrong: all digits are right, unless a
+        zero begins them.
+        """
+        texts = {token: self.bytes[token] if token < self.size else b"?" for token in item_set.token_ids.tolist()}
+        odd = {token for token, text in texts.items() if not text.isdigit()}
+        first, _ = item_set.children()
+        zeros = [token for token in first.tolist() if texts[token].startswith(b"0")]
+        longer = [token for token in zeros if texts[token] != b"0" or len(item_set.children([token])[0])]
+        wrong = next((token for token in odd if _PIECE.fullmatch(texts[token]) is None), None)
+        for item in item_set.items_at(item_set.holding([wrong] if wrong is not None else odd)):
+            if _INTEGER.fullmatch(text := b"".join(texts[token] for token in item)) is None:
+                return text.decode("utf-8", "replace")
+        return texts[longer[0]].decode() + "..." if longer else None
+
     def bridges(self, closers: bytes) -> Bridges | None:
         """Return the bridges over each of these bytes, with which what follows a hole begins; None without any."""
         with self._lock:  # the first request may be many at once, for which one of them looks
@@ -86,14 +104,12 @@ class Vocabulary:
 
     @functools.lru_cache(16)  # noqa: B019 - one object a process
     def _bridges(self, closers: bytes) -> Bridges:
+        texts = {token: text for token, text in enumerate(self.bytes) if token not in self._special}
         ids: dict[bytes, list[int]] = {}  # SentencePiece has two tokens of one byte
-        for token, text in enumerate(self.bytes):
-            if token not in self._special:
-                ids.setdefault(text, []).append(token)
+        for token, text in texts.items():
+            ids.setdefault(text, []).append(token)
         found = Bridges(np.zeros(self.model_words, np.uint32))
-        for token, text in enumerate(self.bytes):
-            if token in self._special:
-                continue
+        for token, text in texts.items():
             for closer in closers:
                 at = text.find(bytes([closer]), 1)
                 for last in ids.get(text[:at], ()) if at > 0 else ():

@@ -1,7 +1,6 @@
 """What the user configures, the same in every engine: registered sets, limits, flags; and the errors of the start."""
 
 import argparse
-import json
 import os
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -210,12 +209,10 @@ def from_environment(variable: str) -> dict[str, Any]:
     """Return the plugin's options, JSON in an environment variable. Raises ItemSetError if it is no JSON object."""
     text = os.environ.get(variable) or "{}"
     try:
-        options = json.loads(text)
-    except ValueError:
-        options = None
-    if not isinstance(options, dict):
-        raise ItemSetError(f'{variable} must be a JSON object such as {{"item_sets": {{...}}}}, not {text!r:.100}')
-    return options
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeError):
+        message = f'{variable} must be a JSON object such as {{"item_sets": {{...}}}}, not {text!r:.100}'
+        raise ItemSetError(message) from None
 
 
 def with_named(options: Mapping[str, Any], named: Sequence[str]) -> dict[str, Any]:

@@ -48,8 +48,7 @@ class Constraint:
 
 def after(mark: Sequence[int], tokens: Sequence[int]) -> Sequence[int]:
     """Return the tokens after the first occurrence of `mark`, none where it does not occur."""
-    mark, length = list(mark), len(mark)
-    for start in range(len(tokens) - length + 1):
-        if list(tokens[start : start + length]) == mark:
-            return tokens[start + length :]
+    for end in range(len(mark), len(tokens) + 1):
+        if [*tokens[end - len(mark) : end]] == [*mark]:
+            return tokens[end:]
     return ()

@@ -34,8 +34,6 @@ from itemset.trie.validate import check_items
 
 logger = logging.getLogger(__name__)
 
-_beside: list[subprocess.Popen[bytes]] = []
-
 
 @cache
 def compile_all() -> None:
@@ -47,14 +45,15 @@ def compile_all() -> None:
         _run_all()
 
 
-@cache
-def compile_beside() -> None:
+@cache  # which keeps the process: Python warns of one that is forgotten while it runs
+def compile_beside() -> object:
     """Let another process fill an empty Numba cache while an engine loads weights. If none can be saved, compile."""
     if (mark := _mark()) is None:
         compile_all()
-    elif not mark.exists():
-        quiet: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "start_new_session": True}
-        _beside.append(subprocess.Popen([sys.executable, "-m", __name__], **quiet))
+    if mark is None or mark.exists():
+        return None
+    quiet: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "start_new_session": True}
+    return subprocess.Popen([sys.executable, "-m", __name__], **quiet)
 
 
 def _mark() -> Path | None:

@@ -15,7 +15,6 @@ from weakref import WeakSet
 import xgrammar
 
 from itemset.embedded.holes import Once, Vocabulary
-from itemset.embedded.numbers import not_integers
 from itemset.embedded.placement import SLATE, Marked, Place
 from itemset.embedded.rewrite import Marker
 from itemset.errors import ItemSetError, shown
@@ -131,7 +130,7 @@ class Constraints:
         vocabulary = self.vocabulary.get()
         for place, _, one in holes:
             if place.number and one.item_set not in self._integers:
-                if (wrong := not_integers(one.item_set, vocabulary.bytes)) is not None:
+                if (wrong := vocabulary.not_integer(one.item_set)) is not None:
                     message = (
                         f'{place.path}: the item {shown(wrong)} is no integer as JSON writes it: write "type": "string"'
                     )

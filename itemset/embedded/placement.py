@@ -47,8 +47,21 @@ class Survey:
         self._characters = self.references = 0
         self._holding = dict[int, int]()  # by the id of an object or list
 
-    def add(self, node: Any, depth: int = 1) -> int:
-        """Survey a parsed constraint; return what stands in it. Raises ItemSetError: too long or too deep."""
+    def parsed(self, given: Any) -> Any:
+        """Survey a constraint, an object or its JSON text; return the object. Raises ItemSetError: no JSON, too long or
+        too deep."""
+        check_characters(len(given) if isinstance(given, str) else 0)
+        try:
+            parsed = json.loads(given) if isinstance(given, str) else given
+        except ValueError as error:
+            raise ItemSetError(f"the constraint is no JSON: {error}") from error
+        except RecursionError as error:
+            raise _too_deep() from error
+        self._add(parsed, 1)
+        return parsed
+
+    def _add(self, node: Any, depth: int) -> int:
+        """Return what stands in a part."""
         self._characters += 1 + (len(node) if isinstance(node, str) else digits(node))
         if not isinstance(node, dict | list):
             return 0
@@ -57,7 +70,7 @@ class Survey:
         holding = 0
         for key, value in node.items() if isinstance(node, dict) else (("", one) for one in node):
             self._characters += len(str(key))
-            below = self.add(value, depth + 1)
+            below = self._add(value, depth + 1)
             holding |= 0 if key in NO_SCHEMAS else below
         check_characters(self._characters)
         if isinstance(node, dict):
@@ -70,17 +83,6 @@ class Survey:
     def holds(self, node: Any, what: int) -> bool:
         """Return whether sets or references stand anywhere in a part. what: SETS, REFERRING or ANY."""
         return bool(self._holding.get(id(node), 0) & what)
-
-
-def parse(given: Any) -> Any:
-    """Return a constraint, an object or its JSON text, as an object. Raises ItemSetError: no JSON, too long or deep."""
-    check_characters(len(given) if isinstance(given, str) else 0)
-    try:
-        return json.loads(given) if isinstance(given, str) else given
-    except ValueError as error:
-        raise ItemSetError(f"the constraint is no JSON: {error}") from error
-    except RecursionError as error:
-        raise _too_deep() from error
 
 
 def objects(given: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -18,7 +18,7 @@ from itemset.embedded.holes import HOLES
 
 from itemset.embedded.placement import (  # isort: skip
     ANY, JSON, NAMED, NO_SPACE, PLACES, REFERENCES, REFERRING, SELECTION, SETS, SLATE, TAG, WORD, Marked, Place,
-    Survey, check_characters, means_set, objects, parse, says_set,
+    Survey, check_characters, means_set, objects, says_set,
 )  # fmt: skip
 from itemset.embedded.printed import printed
 from itemset.errors import ItemSetError, shown
@@ -84,12 +84,12 @@ class Marker:
         if kind not in (JSON, TAG):
             check_characters(len(given))
             return "".join(self._elements(given)), None
-        parsed = self._parsed(given)
+        parsed = self._survey.parsed(given)
         return self._tag(parsed, "$") if kind == TAG else self._whole_schema(parsed, "$"), parsed
 
     def _slate(self, given: Any) -> str:
         is_json = not isinstance(given, str) or given.lstrip().startswith("{")
-        slate, n, separator = read_slate(self._parsed(given) if is_json else given)
+        slate, n, separator = read_slate(self._survey.parsed(given) if is_json else given)
         place = replace(self._place(slate, "slate"), closers=separator[:1], group=0)
         if n > (size := self._size_of(place)):
             raise ItemSetError(f"slate.n is {n:,}, but there are {size:,} distinct items: ask for fewer")
@@ -98,11 +98,6 @@ class Marker:
             literal = json.dumps(separator, ensure_ascii=False)
             grammar += f' ({literal if separator else ""} "{self._mark(place)}"){{{n - 1}}}'
         return grammar
-
-    def _parsed(self, given: Any) -> Any:
-        parsed = parse(given)
-        self._survey.add(parsed)
-        return parsed
 
     def _mark(self, place: Place) -> str | int:
         if len(self._places) + self._survey.references >= PLACES:

@@ -129,7 +129,7 @@ class Walker:
         threads = self.composite._history[-1]
         if any(thread.hole >= 0 or self.composite._open(thread) for thread in threads):
             return False
-        return not any(thread.found and thread.found[1].end == end for thread in threads)
+        return not any(thread.found and thread.found[-1].end == end for thread in threads)
 
     def _chosen(self, allowed: np.ndarray) -> int:
         """Mostly what ends a text soon, and no long white space."""

@@ -64,7 +64,7 @@ class _Thread:
 
     matcher: _Matcher
     given: dict[int | None, Items]  # by group, what is left of its items
-    found: tuple[Any, Found] | None  # the items before the last, and the last; None without any
+    found: tuple[Found, ...]  # the items so far
     hole: int = -1
     items: Any = None  # Items, in a hole
     begin: int = 0
@@ -91,7 +91,7 @@ class Composite:
         self._vocabulary, self._holes = vocabulary, holes
         matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=sorted(stop_token_ids) or None)
         self._stops = frozenset(matcher.stop_token_ids)
-        self._history = [[_Thread(_Matcher(matcher), {}, None)]]
+        self._history = [[_Thread(_Matcher(matcher), {}, ())]]
         self._read = [0]  # bytes of the text so far, after each token
         self._wide = torch.empty((1, vocabulary.words), dtype=torch.int32)
         self._outside: NDArray[np.int32] = self._wide.numpy()[0, : vocabulary.model_words]
@@ -110,15 +110,9 @@ class Composite:
     @property
     def found(self) -> list[Found]:
         """Return the items so far that every reading has found, in order."""
-        chains = list[list[Found]]()
-        for thread in self._history[-1]:
-            chain, items = thread.found, list[Found]()
-            while chain is not None:
-                chain, item = chain
-                items.append(item)
-            chains.append(items[::-1])
-        everywhere = set(chains[0]).intersection(*chains[1:])
-        return [item for item in chains[0] if item in everywhere]
+        first, *others = (thread.found for thread in self._history[-1])
+        everywhere = set(first).intersection(*others)
+        return [item for item in first if item in everywhere]
 
     # Moving
 
@@ -217,7 +211,7 @@ class Composite:
         if group is not None:
             given = {**given, group: thread.items.without(path)}
         end = self._read[-1] + len(self._vocabulary.bytes[last])
-        return _Thread(matcher, given, (thread.found, Found(thread.hole, path, thread.begin, end)))
+        return _Thread(matcher, given, (*thread.found, Found(thread.hole, path, thread.begin, end)))
 
     def _open(self, thread: _Thread) -> list[_Thread]:
         """Return the beginnings of holes that may stand here: whose id the matcher takes, unless it takes any id."""
@@ -264,8 +258,9 @@ class Composite:
         if inside is not row:
             np.bitwise_or(row, inside, out=row)
         bridges, matcher = self._holes[thread.hole].bridges, thread.matcher
-        closing = thread.items.closing(thread.state, bridges) if bridges is not None else None
-        if closing is None or not matcher.accept(self._vocabulary.first + thread.hole):
+        if bridges is None or not (closing := thread.items.closing(thread.state, bridges)).bridges:
+            return
+        if not matcher.accept(self._vocabulary.first + thread.hole):
             return
         matcher.matcher.fill_next_token_bitmask(self._wide)
         others = [

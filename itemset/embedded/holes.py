@@ -156,7 +156,7 @@ class Closing:
         _let_in(self._lasts, self._tokens, self._rests, after, inside, row)
 
 
-_OfState = tuple[Closing, list[int]] | None
+_NONE = Closing((), {})
 
 
 @compiled
@@ -175,7 +175,7 @@ class Items(Walk):
     def __init__(self, item_set: ItemSet) -> None:
         super().__init__(item_set)
         self._all: Items | None = None  # itself; a reference to it would keep the set until Python looks for circles
-        self._closing: dict[tuple[int, Bridges], _OfState] = {}
+        self._closing: dict[tuple[int, Bridges], tuple[Closing, list[int]]] = {}
 
     def without(self, tokens: tuple[int, ...]) -> "Items":
         """Return what is left after this item."""
@@ -184,21 +184,19 @@ class Items(Walk):
         left._begin_without(self, tokens)
         return left
 
-    def closing(self, state: int, bridges: Bridges) -> Closing | None:
-        """Return the bridges over an item's end in this state, None if there are none. Its mask limits them further."""
-        if (of_all := (self._all or self)._closing_of_all(state, bridges)) is None:
-            return None
-        closing, longer = of_all
+    def closing(self, state: int, bridges: Bridges) -> Closing:
+        """Return the bridges over an item's end in this state. Its mask limits them further."""
+        closing, longer = (self._all or self)._closing_of_all(state, bridges)
         if self._all is None or not longer:
             return closing
         given = {t for t in longer if not self.ends(self.step(state, t))}
         left = (one for one in closing.bridges if one[0] not in given)
         return Closing(left, bridges.alone) if given else closing
 
-    def _closing_of_all(self, state: int, bridges: Bridges) -> _OfState:
+    def _closing_of_all(self, state: int, bridges: Bridges) -> tuple[Closing, list[int]]:
         """Return them, and the last tokens after which an item ends that begins a longer one, of the whole set."""
         key = (state, bridges)
-        if (known := self._closing.get(key)) is not None or key in self._closing:
+        if (known := self._closing.get(key)) is not None:
             return known
         row = np.empty(len(bridges.last), np.int32)
         self.fill(state, row)
@@ -208,10 +206,10 @@ class Items(Walk):
         lasts = [last for last in (at[of] << 5 | place).tolist() if self.ends(self.step(state, last))]
         if len(self._closing) >= _REMEMBERED:
             self._closing.clear()
-        closing = Closing(((last, *one) for last in lasts for one in bridges.by_last[last]), bridges.alone)
-        longer = [last for last in lasts if self.step(state, last) != END]
-        self._closing[key] = found = (closing, longer) if lasts else None
-        return found
+        found = [(last, *one) for last in lasts for one in bridges.by_last[last]]
+        closing = Closing(found, bridges.alone) if found else _NONE
+        self._closing[key] = known = closing, [last for last in lasts if self.step(state, last) != END]
+        return known
 
 
 def warm_up() -> None:

@@ -140,8 +140,7 @@ class StaticConfig(msgspec.Struct, frozen=True, kw_only=True):
         return "as configured" if self.item_set_path == "host" else reason
 
     def left_out(self, name: str, error: ItemSetError) -> None:
-        """Warn that a set is not served, and why. Raises the error for one that has a name of its own in the options:
-        whoever gave it waits for it. Those of `item_set_dir` are others' business, and are tried again."""
+        """Warn that a set of `item_set_dir` is not served, and why: it is tried again. Raises the error for others."""
         if name in self.item_sets:
             raise error
         warnings.warn(f"{error}. Other sets are served, and this one once that is mended", ItemSetWarning, stacklevel=3)
@@ -227,8 +226,8 @@ _from_flags: list[bool] = []
 
 @contextmanager
 def start_up(*, from_flags: bool = False) -> Iterator[None]:
-    """Run the plugin's own code at the start. In a process that was started with an engine's flags, as `from_flags`
-    says once, a ValueError (ItemSetError is one) ends it with its sentence alone: a traceback would bury that."""
+    """Run the plugin's code at the start. In a process that was started with an engine's flags, as `from_flags` says
+    once, a ValueError, as ItemSetError, ends it without a traceback, which would bury its sentence."""
     if from_flags:
         _from_flags[:] = [True]
     try:

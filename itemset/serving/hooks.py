@@ -5,10 +5,8 @@
         'What fails without it.'
 
 Nothing is wrapped before `install`, and no hook runs before an engine of this process has chosen our backend. A hook
-names the arguments that it reads, in any order, and `original` passes on all of them, also those of a later version.
-Several may stand around one function, each for a feature of its own: `original` of one calls the next one inside.
-A hook that runs although another backend is chosen may refuse a request, by ItemSetError. If it fails otherwise, that
-is logged once, and the engine's own function counts: what a hook awaits, it runs in `Hooks.spared`.
+that is to run all the same may refuse a request, by ItemSetError. If it fails otherwise, that is logged once, and the
+engine's own function counts: what such a hook awaits, it runs in `Hooks.spared`.
 """
 
 import importlib.util
@@ -61,12 +59,13 @@ class Hooks:
     def __call__(
         self, *targets: str, why: str = "", when: str = "", order: int = 0, always: bool = False, extends: bool = False
     ) -> Callable[[Ours], Ours]:
-        """Declare that a function runs around each target: ``ours(original, ...)``. `original()` makes the engine's
-        call with all its arguments, `original(name=value)` with other values for those named.
-        why: if the docstring of `ours` does not say it. order: of several around one target, the lowest stands outside.
+        """Declare that a function runs around each target: ``ours(original, ...)``, with those of the target's
+        arguments that it names. `original()` passes on all of them, also those of a later version of the engine,
+        `original(name=value)` with another value for one; of several hooks it calls the next one inside.
 
-        always: run where another backend is chosen too. extends: call ``ours(target)`` at the install, perhaps more
-        than once, and wrap nothing. Raises ValueError if a target has one of this order already, or at another time.
+        why: if the docstring of `ours` does not say it. order: of several, the lowest stands outside. always: run if
+        another backend is chosen, too. extends: call ``ours(target)`` at the install, perhaps more than once, and wrap
+        nothing. Raises ValueError if a target has one of this order already, or at another time.
         """
 
         def declare(ours: Ours) -> Ours:
@@ -177,8 +176,7 @@ class Hooks:
 
     @contextmanager
     def spared(self, target: str, engines: Container[Exception] = ()) -> Iterator[None]:
-        """Pass over, and log once, what fails in the block if another backend is chosen; but raise our refusals and
-        the errors of the engine itself, `engines`."""
+        """Log once what fails in the block if another backend is chosen. Raises our refusals and `engines`' errors."""
         try:
             yield
         except Exception as error:
@@ -227,7 +225,7 @@ def read(ours: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def absent(takes: Container[str], ours: Callable[..., Any]) -> list[str]:
-    """Return those that the engine's function does not take, but for those with a default: versions may lack them."""
+    """Return those that the engine's function does not take, but for those with a default."""
     return [one.name for one in read(ours) if one.name not in takes and one.default is one.empty]
 
 
@@ -272,8 +270,7 @@ def require(base: type, ours: type) -> None:
 def check_version(
     engine: str, installed: str, supported: tuple[tuple[int, ...], tuple[int, ...]], broken: Container[str] = ()
 ) -> None:
-    """Log a warning for a version after the last supported one, which nobody has tried. Raises RuntimeError for one
-    before the first, and for those that are known to be broken."""
+    """Warn of a version after the last supported one. Raises RuntimeError for one before the first, or broken."""
     first, last = supported
     version = tuple(int(part) for part in installed.split(".")[: len(first)] if part.isdigit())
     spans = " to ".join(".".join(map(str, version)) for version in supported)

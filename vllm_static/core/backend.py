@@ -40,7 +40,6 @@ from vllm_static.core.device_path import DevicePath
 
 _KINDS = {
     StructuredOutputOptions.JSON: JSON,
-    StructuredOutputOptions.GRAMMAR: EBNF,
     StructuredOutputOptions.REGEX: REGEX,
     StructuredOutputOptions.STRUCTURAL_TAG: TAG,
 }
@@ -86,7 +85,8 @@ class StaticBackend(StructuredOutputBackend):
     def __init__(self, vllm_config: VllmConfig, tokenizer: Any, vocab_size: int) -> None:
         """Open the registered sets, once an engine core. Raises ItemSetError as `itemset.load` does."""
         super().__init__(vllm_config, tokenizer, vocab_size)
-        self._catalogue = Catalogue(StaticConfig.of(vllm_config.additional_config))
+        config = StaticConfig.of(vllm_config.additional_config)
+        self._catalogue = Catalogue(config)
         sets = dict.fromkeys(self._catalogue.registered, 0)
         # Written by the input thread and by the engine's loop, each its own entries.
         self._figures = {"answered": Counter(sets), "forced": Counter(sets), "by_path": Counter(device=0, host=0)}
@@ -95,15 +95,11 @@ class StaticBackend(StructuredOutputBackend):
         self.thinking: dict[str, Any] = {}  # by request: a `thoughts.Thinking`
         vocabulary = Once(partial(compat.vocabulary_of, vllm_config, tokenizer)).get
         self._grammars = Grammars(vocabulary)
-        least, options = (
-            StaticConfig.of(vllm_config.additional_config).inline_enum_size,
-            compat.json_options(vllm_config),
-        )
-        self._alternations = LongAlternations(vocabulary, tokenizer, least, options, logger)
+        options = compat.json_options(vllm_config)
+        self._alternations = LongAlternations(vocabulary, tokenizer, config.inline_enum_size, options, logger)
         self._xgrammar = Once(partial(XgrammarBackend, vllm_config, tokenizer, vocab_size))
         self._bitmask: NDArray[np.int32] = self.allocate_token_bitmask(0).numpy()
-        self._least_rows = 0
-        """Of a bitmask, those of a request without drafts, by vLLM's own count; 0 before the first step."""
+        self._least_rows = 0  # of a request without drafts, by vLLM's own count; 0 before the first step
         compile_all()
 
     def admit(self, manager: Any, request: Request) -> bool:
@@ -125,10 +121,9 @@ class StaticBackend(StructuredOutputBackend):
         on_device = self._device is not None and self._device.claim(manager, request, made.item_set, carried)
         if carried.after is not None:
             ranked = on_device and carried.ranked is not None
-            from vllm_static.core import thoughts
+            from vllm_static.core.thoughts import begin
 
-            begun = thoughts.begin(request, constraint, *carried.after, ranked=ranked)
-            self.thinking[request.request_id], is_free = begun
+            self.thinking[request.request_id], is_free = begin(request, constraint, *carried.after, ranked=ranked)
             return is_free
         if not on_device:
             params.extra_args = {**params.extra_args, WIRE: carried.but(item_set=SetRef(made.reference))}
@@ -155,11 +150,10 @@ class StaticBackend(StructuredOutputBackend):
             return  # only what has ended by itself is counted
         reference = carried.item_set.reference
         self._figures["answered"][label(reference)] += 1
-        item_set = self._catalogue.known(reference)  # nothing is opened for a figure
-        start = -1 if carried.place is None else carried.place.begins_after
-        output = list(request.output_token_ids)
-        if item_set is not None and (start < 0 or start in output):
-            item = output[output.index(start) + 1 :] if start >= 0 else output
+        item = list(request.output_token_ids)
+        if carried.place is not None and (start := carried.place.begins_after) >= 0:
+            item = item[item.index(start) + 1 :] if start in item else []
+        if (item_set := self._catalogue.known(reference)) is not None:  # nothing is opened for a figure
             self._figures["forced"][label(reference)] += forced_tokens(item_set, item)
 
     def figures(self) -> dict[str, Any]:
@@ -175,9 +169,8 @@ class StaticBackend(StructuredOutputBackend):
         if grammar_spec.startswith(ENVELOPE):
             shared = self._grammars.get(grammar_spec, self._catalogue.__getitem__)
             return StaticGrammar(lambda: Composite(*shared.get(), stops))
-        kind = _KINDS.get(request_type, "")
-        if kind == EBNF:
-            kind = compat.kind_of_grammar(grammar_spec)
+        is_grammar = request_type == StructuredOutputOptions.GRAMMAR
+        kind = compat.kind_of_grammar(grammar_spec) if is_grammar else _KINDS.get(request_type, "")
         if (listed := self._alternations.get(kind, grammar_spec)) is not None:
             return StaticGrammar(lambda: Composite(*listed, stops))
         if request_type != StructuredOutputOptions.CHOICE:

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 SHARE = 8  # of the KV cache, the part that lists take at most
 SHARE_UNASKED = 16  # the same, if nobody says for how many beams
-NO_ROOM = Room(0, 0, 0)
 LONGEST = 32  # tokens of an item, above which fewer beams than configured fit
 USUAL = 16  # the same, of an engine whose sets come with the requests
 
@@ -29,13 +28,13 @@ def _initialize_kv_caches(original: Callable[..., Any], self: Any, vllm_config: 
         return cache  # of another engine in this process
     from vllm.v1.core import kv_cache_utils
 
-    reason = compat.why_rounds(vllm_config)
-    if reason is None:
+    room: Room | str | None = compat.why_rounds(vllm_config)
+    if room is None:
         workers: Callable[..., list[Any]] = self.model_executor.collective_rpc
-        room, reason = _tried(workers, cache, vllm_config)
-        workers(install, args=(room,))
-    if reason is not None:
-        logger.info("Ranked lists take rounds of requests: %s", compat.with_mend(reason))
+        room = _tried(workers, cache, vllm_config)
+        workers(install, args=(Room(0, 0, 0) if isinstance(room, str) else room,))
+    if isinstance(room, str):
+        logger.info("Ranked lists take rounds of requests: %s", compat.with_mend(room))
         return cache
     cache.num_blocks -= room.blocks
     vllm_config.cache_config.num_gpu_blocks = cache.num_blocks
@@ -50,39 +49,29 @@ def _initialize_kv_caches(original: Callable[..., Any], self: Any, vllm_config: 
     return cache
 
 
-def _tried(workers: Callable[..., list[Any]], cache: "KVCacheConfig", vllm_config: Any) -> tuple[Room, str | None]:
-    """Return what room lists get, and why none are made; None if they are. All workers have tried it."""
-    config = StaticConfig.of(vllm_config.additional_config)
+def _tried(workers: Callable[..., list[Any]], cache: "KVCacheConfig", vllm_config: Any) -> Room | str:
+    """Return what room lists get, for `ranked_list_beams` or for what may be missed of the cache, once all workers have
+    tried it; or why none are made."""
     if not _one_full_attention(cache):
-        return NO_ROOM, "the KV cache is not one of full attention"
-    blocks, beams = beam_blocks(config, max(workers(longest_item)), cache, vllm_config)
-    if not blocks:
-        return NO_ROOM, "the KV cache is too small for beams"
-    trials: list[int | str] = workers(try_out, args=(blocks,))
-    if reason := next((one for one in trials if isinstance(one, str)), None):
-        return NO_ROOM, reason
-    tokens = min(one for one in trials if isinstance(one, int))
-    if not tokens:
-        return NO_ROOM, "no memory is left for the logits of beams: lower --gpu-memory-utilization"
-    return Room(blocks, beams, tokens), None
-
-
-def beam_blocks(config: StaticConfig, longest: int, cache: "KVCacheConfig", vllm_config: Any) -> tuple[int, int]:
-    """Return how many blocks lists get, for `ranked_list_beams` or for what may be missed of the cache, and how many
-    beams have room in them.
-
-    longest: tokens of the longest item of the registered sets, 0 if there are none.
-    """
+        return "the KV cache is not one of full attention"
     spec, model = cache.kv_cache_groups[0].kv_cache_spec, vllm_config.model_config
     block = entries_of_block(spec, model.dtype)
-    each = min(LONGEST, longest or USUAL)  # tokens
+    each = min(LONGEST, max(workers(longest_item)) or USUAL)  # tokens
     context = -(-model.max_model_len // spec.block_size)
-    most = config.ranked_list_beams
+    most = StaticConfig.of(vllm_config.additional_config).ranked_list_beams
     share = SHARE_UNASKED if most is None else SHARE
     left: int = min(cache.num_blocks // share, cache.num_blocks - context - 1)  # the scheduler keeps one block empty
     beams = max(0, left) * block // each
     beams = beams if most is None else min(most, beams)
-    return -(-each * beams // block), beams
+    if not beams:
+        return "the KV cache is too small for beams"
+    blocks = -(-each * beams // block)
+    trials: list[Any] = workers(try_out, args=(blocks,))
+    if reason := next((one for one in trials if isinstance(one, str)), None):
+        return str(reason)
+    if not (tokens := min(trials)):
+        return "no memory is left for the logits of beams: lower --gpu-memory-utilization"
+    return Room(blocks, beams, tokens)
 
 
 def _one_full_attention(cache: "KVCacheConfig") -> bool:

@@ -56,16 +56,17 @@ class ItemSetWords(http_bodies.BodyMiddleware):
         fields = lost_fields.fields_of_route(scope, given)
         SURFACE.check(body.path, given, fields, ours=ours)
         body.stated = constraints_of(given, fields)
-        completes = isinstance(given, dict) and body.path == "/v1/completions"
-        body.unlimited = completes and given.get("max_tokens") is None
-        if ours and isinstance(given, dict):
-            _take_choice(given)
+        if not ours or not isinstance(given, dict):
+            return
+        body.unlimited = body.path == "/v1/completions" and given.get("max_tokens") is None
+        _take_choice(given)
+        if not body.path.endswith(_RENDER):
             stated, structured = given.get("response_format"), given.get(STRUCTURED)
-            if isinstance(stated, dict) and stated.get("type") == TAG and not body.path.endswith(_RENDER):
+            if isinstance(stated, dict) and stated.get("type") == TAG:
                 given["response_format"] = disguised(stated)
-            if isinstance(structured, dict) and TAG in structured and not body.path.endswith(_RENDER):
+            if isinstance(structured, dict) and TAG in structured:
                 structured[TAG] = disguised(structured[TAG])
-            with_beams(given, body.path)
+        with_beams(given, body.path)
 
 
 def _take_choice(given: dict[str, Any]) -> None:
@@ -79,8 +80,7 @@ def _take_choice(given: dict[str, Any]) -> None:
     if choice:
         given[STRUCTURED] = choice
     named = any(one.get(REFERENCE) is not None for one in (given, *request_fields.objects(given.get(XARGS))))
-    brings = lost_fields.chooses(given.get(STRUCTURED))
-    http_bodies.body().brings_choice = brings
+    http_bodies.body().brings_choice = brings = lost_fields.chooses(given.get(STRUCTURED))
     if named or brings or given.get(SLATE) is not None:
         request_fields.refuse_tools(given)
 

@@ -174,7 +174,7 @@ class RankedList:
 
 
 def offline(
-    llm: Any, inputs: Sequence[Any], asked: ItemRequest, params: Any, loras: Sequence[Any], priorities: Any
+    llm: Any, inputs: Sequence[Any], asked: ItemRequest, params: Any, loras: Sequence[Any], priorities: Sequence[int]
 ) -> list[Any]:
     """`LLM.beam_search` of prompts that vLLM has tokenized. The others as for `candidates`."""
     from vllm.entrypoints.generate.beam_search.utils import BeamSearchOutput, BeamSearchSequence
@@ -218,7 +218,7 @@ def with_lists(llm: Any, results: list[Any]) -> list[Any]:
     asked = [vars(output).pop(THOUGHT) for _, output in each]
     inputs = [{"prompt_token_ids": [*one.prompt_token_ids, *output.token_ids]} for one, output in each]
     loras = [one.lora_request for one, _ in each]
-    made = candidates(llm, inputs, asked, loras, None) if each else []
+    made = candidates(llm, inputs, asked, loras, [0] * len(each)) if each else []
     for (_, output), one in zip(each, made, strict=True):
         output.items = _as_items(one)
     return results
@@ -241,9 +241,8 @@ def _as_items(made: RequestOutput) -> list[dict[str, Any]] | None:
 
 
 def candidates(
-    llm: Any, inputs: Sequence[Any], asked: Sequence[ItemRequest], loras: Sequence[Any],
-    priorities: Sequence[int] | None,
-) -> list[RequestOutput]:  # fmt: skip
+    llm: Any, inputs: Sequence[Any], asked: Sequence[ItemRequest], loras: Sequence[Any], priorities: Sequence[int]
+) -> list[RequestOutput]:
     """Return what `LLM.generate` answers to requests for lists or draws, of prompts that vLLM has tokenized."""
     tokenizer, front_end = llm.get_tokenizer(), llm.llm_engine.input_processor.static_front_end
     pinned = [front_end.pinned(one, _tokens_of(prompt)) for one, prompt in zip(asked, inputs, strict=True)]
@@ -307,7 +306,7 @@ def _decoded(tokenizer: Any, rows: Sequence[Sequence[int]], **options: Any) -> l
 
 
 def _results(
-    llm: Any, front_end: Any, lists: Sequence[RankedList], loras: Sequence[Any], priorities: Sequence[int] | None
+    llm: Any, front_end: Any, lists: Sequence[RankedList], loras: Sequence[Any], priorities: Sequence[int]
 ) -> tuple[list[Found], list[TokenScores]]:
     """Make the lists, each in one request if it can be, the others round by round together; then score their tokens."""
 
@@ -317,8 +316,8 @@ def _results(
             [prompt for _, prompt, _ in requests],
             [params for *_, params in requests],
             use_tqdm=False,
-            lora_request=[loras[i] for i, *_ in requests] if any(loras) else None,
-            priority=None if priorities is None else [priorities[i] for i, *_ in requests],
+            lora_request=[loras[i] for i, *_ in requests],
+            priority=[priorities[i] for i, *_ in requests],
         )
 
     carried = [(i, one.job.carried) for i, one in enumerate(lists) if one.job.carried is not None]

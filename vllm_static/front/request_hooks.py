@@ -70,22 +70,21 @@ def _process_inputs(original: Callable[..., Any], self: Any, params: Any) -> Any
                 raise ItemSetError(f"this engine has no item sets: start it with {flags}")
             if front_end and (judged := requests.asked(params)) is not None:
                 params = requests.put(params, item_request := front_end.pinned(judged))
-    given = params
-    if item_request is not None:
-        if self.model_config.is_diffusion:
-            raise exceptions.VLLMValidationError("Item sets are not supported for diffusion language models.")
-        given = copy.copy(params)
-        if not item_request.after or item_request.choice is not None:
-            given.structured_outputs = None  # vLLM knows no such: `attach` puts its own
+    if item_request is None:
+        return original(params=params)
+    if self.model_config.is_diffusion:
+        raise exceptions.VLLMValidationError("Item sets are not supported for diffusion language models.")
+    given = copy.copy(params)
+    if not item_request.after or item_request.choice is not None:
+        given.structured_outputs = None  # vLLM knows no such: `attach` puts its own
     request = original(params=given)
-    if item_request is not None:
-        prompt_tokens = len(request.prompt_embeds if request.prompt_token_ids is None else request.prompt_token_ids)
-        with refusals(params):
-            if item_request.after and request.prompt_embeds is not None:
-                raise ItemSetError("a list after a thought needs a prompt of tokens: send one, or omit list_after")
-            item_request = front_end.pinned(item_request, request.prompt_token_ids or ())
-            expecting = front_end.attach(item_request, request.sampling_params, prompt_tokens)
-            setattr(request.sampling_params, answers.EXPECTED, lambda request: (expecting(request), told))
+    prompt_tokens = len(request.prompt_embeds if request.prompt_token_ids is None else request.prompt_token_ids)
+    with refusals(params):
+        if item_request.after and request.prompt_embeds is not None:
+            raise ItemSetError("a list after a thought needs a prompt of tokens: send one, or omit list_after")
+        item_request = front_end.pinned(item_request, request.prompt_token_ids or ())
+        expecting = front_end.attach(item_request, request.sampling_params, prompt_tokens)
+        setattr(request.sampling_params, answers.EXPECTED, lambda request: (expecting(request), told))
     return request
 
 
@@ -98,15 +97,16 @@ def _generate(
     if not self.input_processor.static_front_end:
         return original()
     options = {"lora_request": lora_request, "trace_headers": trace_headers, "session_id": session_id}
+    options["priority"] = priority
     if wants_candidates(getattr(sampling_params, "extra_args", None)):
-        return _candidates(self, prompt, sampling_params, request_id, priority=priority, **options)
+        return _candidates(self, prompt, sampling_params, request_id, **options)
     with refusals(sampling_params):
         params = http.with_item_set(sampling_params)
         if (item_request := requests.asked(params)) is None:
             return original(sampling_params=params)
     tokens = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt if isinstance(prompt, str) else None
     prepare = partial(self.input_processor.static_front_end.prepare, item_request, tokens)
-    return _prepared(original, self, prepare, copy.copy(params), answers.noting(), priority=priority, **options)
+    return _prepared(original, self, prepare, copy.copy(params), answers.noting(), **options)
 
 
 async def _prepared(
@@ -164,12 +164,10 @@ def _generate_offline(
         asked = [requests.asked_of_generate(one) for one in each]
         ours = [i for i, one in enumerate(asked) if one is not None]
         inputs = self._preprocess_cmpl(of(prompts, ours), tokenization_kwargs)
-        chosen = None if priority is None else of(priorities, ours)
-        found = list_requests.candidates(self, inputs, of(asked, ours), of(loras, ours), chosen)
+        found = list_requests.candidates(self, inputs, of(asked, ours), of(loras, ours), of(priorities, ours))
     outputs = dict(zip(ours, found, strict=True))
     if others := [i for i in range(len(prompts)) if i not in outputs]:
-        more: dict[str, Any] = {"lora_request": of(loras, others)} if lora_request is not None else {}
-        more |= {"priority": of(priorities, others)} if priority is not None else {}
+        more = {"lora_request": of(loras, others), "priority": of(priorities, others)}
         samples = original(prompts=of(prompts, others), sampling_params=of(each, others), **more)
         outputs |= zip(others, samples, strict=True)
     return [outputs[i] for i in range(len(prompts))]
@@ -209,7 +207,7 @@ def _beam_search(
             return original(params=compat.beams_by_xgrammar(params))
         inputs = self._preprocess_cmpl(prompts)
         loras = self._lora_request_to_seq(lora_request, len(inputs))
-        priorities = None if priority is None else self._priority_to_seq(priority, len(inputs))
+        priorities = self._priority_to_seq(priority, len(inputs))
         return list_requests.offline(self, inputs, item_request, params, loras, priorities)
 
 

@@ -5,9 +5,9 @@ from vllm_static import compat, engine_config
 
 import_present(
     "vllm_static",
-    "core.draft_head", "core.hooks", "core.lists", "core.thoughts", "front.answers", "front.request_hooks",
-    "v1.model_runner", "worker.child_sampling", "worker.drafts", "worker.hooks", "worker.list_hooks",
-    "worker.narrow_hooks", "worker.weights",
+    "core.device_path", "core.draft_head", "core.hooks", "core.lists", "core.thoughts", "front.answers",
+    "front.request_hooks", "v1.model_runner", "worker.child_sampling", "worker.drafts", "worker.hooks",
+    "worker.list_hooks", "worker.narrow_hooks", "worker.weights",
 )  # fmt: skip
 
 

@@ -5,21 +5,19 @@ can still take the host path. Workers do what they are told and refuse nothing.
 """
 
 import copy
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import lru_cache
 from typing import Any
 
-from vllm.v1.request import Request
-
 from itemset import ItemSet
-from itemset.masking.arena import ArenaFullError, Place, Plan, Resident
+from itemset.masking.arena import ArenaFullError, Place, Plan
 from itemset.masking.arena_plan import Holdings
 from itemset.masking.slots import MAX_STOP_TOKENS
 from itemset.serving.catalogue import Catalogue, Opened
 from itemset.serving.engine.version_rollout import Devices, warn_of_no_room
 from itemset.serving.wire import WIRE, EngineRequest, Prepare, SetRef, Stage, read
 from vllm_static import compat
-from vllm_static.compat import logger
+from vllm_static.compat import hook, logger
 from vllm_static.worker.versions import close_in_worker, prepare_in_worker
 
 _warn_once = lru_cache(64)(logger.warning)
@@ -36,7 +34,7 @@ class DevicePath(Devices):
         self.plan = Plan(catalogue.arena_bytes())
         self.holdings = Holdings(self.plan, catalogue.registered)
 
-    def claim(self, manager: Any, request: Request, item_set: ItemSet, carried: EngineRequest) -> bool:
+    def claim(self, manager: Any, request: Any, item_set: ItemSet, carried: EngineRequest) -> bool:
         """Claim a place for the request's set, and make the request an ordinary one for vLLM's scheduler.
 
         carried: what the workers get of it, beside the place. False, and nothing done, if it must take the host path:
@@ -56,7 +54,7 @@ class DevicePath(Devices):
         compat.make_ordinary(request, {**params.extra_args, WIRE: carried.but(place=place)})
         return True
 
-    def release(self, request: Request) -> None:
+    def release(self, request: Any) -> None:
         """The request has ended; its set may go when another needs the room."""
         resident = vars(request).pop(RESIDENT, None)
         if resident is not None:
@@ -81,18 +79,16 @@ class DevicePath(Devices):
         engine.collective_rpc(close_in_worker, args=(name, version, list(open_sets)))
 
 
-def send_index_once(request: Request, data: Any) -> None:
+@hook("vllm.v1.core.sched.output:NewRequestData.from_request", why="an inline set's index goes to the workers once")
+def _new_request_data(original: Callable[..., Any], request: Any) -> Any:
     """Take out of a request's NewRequestData what the workers have: an inline set's index, a filter's bits.
 
     All workers get all of them in order, and keep a set for as long as it is this Resident: only a set that the plan
     puts into its place, after it has forgotten this one, overwrites it.
     """
-    resident: Resident | None = getattr(request, RESIDENT, None)
-    if resident is None:
-        return
-    extra = data.sampling_params.extra_args
-    if (carried := read(extra)) is None:  # a thought, whose list is still to come
-        return
+    data, resident = original(), getattr(request, RESIDENT, None)
+    if resident is None or (carried := read(extra := data.sampling_params.extra_args)) is None:
+        return data  # without a set, or a thought, whose list is still to come
     assert carried.item_set is not None
     ref = carried.item_set
     if resident.sent:
@@ -105,3 +101,4 @@ def send_index_once(request: Request, data: Any) -> None:
     if ref != carried.item_set:
         data.sampling_params = copy.copy(data.sampling_params)
         data.sampling_params.extra_args = {**extra, WIRE: carried.but(item_set=ref)}
+    return data

@@ -79,12 +79,3 @@ def _free_request(original: Callable[..., Any], self: Any, request: Any) -> Any:
     if (backend := compat.backend_of(self.structured_output_manager)) is not None:
         backend.forget(request)
     return original()
-
-
-@hook("vllm.v1.core.sched.output:NewRequestData.from_request", why="an inline set's index goes to the workers once")
-def _new_request_data(original: Callable[..., Any], request: Any) -> Any:
-    from vllm_static.core.device_path import send_index_once
-
-    data = original()
-    send_index_once(request, data)
-    return data

@@ -25,7 +25,6 @@ from vllm_static.compat import hook
 if TYPE_CHECKING:
     from itemset.ranking.scored_tree import Answer, Pass
 
-LOGITS_MODES = ("raw_logits", "processed_logits")  # of `--logprobs-mode`: those that give logits for log-probabilities
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 _WEIGHED = "static_weighed"  # attribute of the runner in a step: rows that ask, their temperatures, all tokens' mass
 
@@ -40,10 +39,10 @@ def sample_tokens(original: Callable[..., Any], self: Any, grammar_output: Any) 
         each = dict[int, float]()
         for i, request in enumerate(self.input_batch.req_ids):
             params = self.requests[request].sampling_params
-            if request in constrained and (carried := read(params.extra_args)) is not None:
+            if request in constrained and (carried := read(params.extra_args)) is not None and carried.weighed:
                 each[i] = carried.weighs_at(params.temperature)
-        if requests := [i for i, asked in each.items() if asked]:
-            rows = _rows(requests, state.spec_decode_metadata)
+        if each:
+            rows = _rows([*each], state.spec_decode_metadata)
             temperatures = compat.to_device([each[i] for i, *_ in rows], state.logits.device, np.float32)[:, None]
             setattr(self, _WEIGHED, (rows, temperatures, _scaled(state.logits, rows, temperatures).logsumexp(-1)))
     return original()
@@ -59,7 +58,7 @@ def sample(original: Callable[..., Any], self: Any, logits: Any, spec_decode_met
         return original()
     # The samplers change the logits in place, which are masked by now.
     legal = _scaled(logits, weighed, temperatures) if weighed else None
-    rows = _rows(list(chosen), spec_decode_metadata)
+    rows = _rows([*chosen], spec_decode_metadata)
     scores = _scores(self.sampler, logits, rows, [chosen[request] for request, *_ in rows]) if rows else None
     if chosen:  # for the samplers none is, but there is a column for the sampled token
         width = given.max_num_logprobs or 0
@@ -96,7 +95,7 @@ def _scores(sampler: Any, logits: Tensor, rows: Sequence[Any], tokens: list[list
     """Of these rows' tokens: [rows, most tokens] ids, int32, and scores, float32. Shorter rows end with 0 and -inf."""
     ids = compat.to_device(as_table(tokens, max(map(len, tokens))), logits.device)
     scored = logits[compat.to_device([row for *_, row in rows], logits.device)].float()
-    if sampler.logprobs_mode not in LOGITS_MODES:
+    if not sampler.logprobs_mode.endswith("logits"):  # of `--logprobs-mode`: raw_logits, processed_logits
         scored = scored.log_softmax(-1)
     scores = scored.gather(1, ids.clamp(min=0)).masked_fill(ids < 0, -torch.inf)
     return ids.clamp(min=0).int(), scores

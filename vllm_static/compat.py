@@ -1,5 +1,6 @@
 """Every name of vLLM's that is no official interface, but for the functions that hooks run around."""
 
+import asyncio
 import contextlib
 import copy
 import dataclasses
@@ -14,8 +15,10 @@ from weakref import WeakValueDictionary
 import numpy as np
 import wrapt
 
+from itemset.embedded.holes import Vocabulary
 from itemset.serving import hooks
 from itemset.serving.config import BACKEND, StaticConfig, Switch
+from itemset.embedded.placement import EBNF, LARK
 from itemset.serving.constraint import after
 from itemset.serving.hooks import START
 from itemset.serving.wire import WIRE, EngineRequest
@@ -69,8 +72,6 @@ def vocabulary_of(vllm_config: Any, tokenizer: Any) -> Any:
     """Return the model's vocabulary as vLLM's own backend has xgrammar see it."""
     from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 
-    from itemset.embedded.holes import Vocabulary
-
     backend = XgrammarBackend(vllm_config, tokenizer, vllm_config.model_config.get_vocab_size())
     return Vocabulary(backend.compiler.compile_grammar('root ::= ""').tokenizer_info)  # which the compiler hides
 
@@ -78,8 +79,6 @@ def vocabulary_of(vllm_config: Any, tokenizer: Any) -> Any:
 def kind_of_grammar(text: str) -> str:
     """Return whether vLLM takes a grammar for EBNF or for Lark: a kind of `itemset.embedded.placement`."""
     from vllm.v1.structured_output.utils import grammar_is_likely_lark
-
-    from itemset.embedded.placement import EBNF, LARK
 
     return LARK if grammar_is_likely_lark(text) else EBNF
 
@@ -139,9 +138,10 @@ def front_end_of(state: Any) -> Any:
     return getattr(getattr(client, "input_processor", None), "static_front_end", None)
 
 
-def asked_of_each(core: Any, method: str, *args: Any) -> list[Any]:
+async def ask_each(core: Any, method: str, *args: Any) -> list[Any]:
     """Return what each engine core of an asynchronous client answers to an added method (v1/engine/core_client.py)."""
-    return [core._call_utility_async(method, *args, engine=engine) for engine in core.core_engines]
+    asked = [core._call_utility_async(method, *args, engine=engine) for engine in core.core_engines]
+    return await asyncio.gather(*asked)
 
 
 def ask(core: Any, method: str, *args: Any) -> Any:
@@ -166,10 +166,7 @@ def runner_of(worker: Any) -> Any:
 
 PROCESSOR = "vllm_static.worker.masks:ItemSetProcessor"
 _V1 = "vLLM uses model runner V1 (on a GPU a warning of its own says why; VLLM_USE_V2_MODEL_RUNNER=1 insists)"
-
-
-def platform() -> Any:
-    return importlib.import_module("vllm.platforms").current_platform
+platforms = hooks.Later("vllm.platforms")
 
 
 def item_sets(runner: Any) -> Any:
@@ -202,7 +199,7 @@ def asleep(worker: Any) -> bool:
 
 def why_host_path(vllm_config: Any) -> str | None:
     """Return what keeps this configuration from the device path; None where nothing does."""
-    model, here = vllm_config.model_config, platform()
+    model, here = vllm_config.model_config, platforms.current_platform
     name = getattr(here, "device_name", "")
     reasons = {
         _V1: not vllm_config.use_v2_model_runner,
@@ -257,7 +254,7 @@ def with_mend(reason: str) -> str:
 
 def shorter_passes(vllm_config: Any) -> str:
     """Return what in a CPU's flags would shorten forward passes, as the end of a sentence; empty if nothing would."""
-    if not platform().is_cpu():
+    if not platforms.current_platform.is_cpu():
         return ""
     flags = {
         "--dtype float32, if this CPU has no instructions for bfloat16": vllm_config.model_config.dtype.itemsize < 4,

@@ -14,6 +14,7 @@ import wrapt
 from itemset.errors import ItemSetError
 from itemset.serving.catalogue import with_versions
 from itemset.serving.config import BACKEND, FLAGS, StaticConfig, add_flags, from_environment, start_up, with_named
+from itemset.text import loading
 from vllm_static import compat
 from vllm_static.compat import hook
 
@@ -127,8 +128,6 @@ def _tokenizer_of(args: Any) -> Any:
     """Return the tokenizer as vLLM loads it for these engine arguments."""
     from vllm.tokenizers import get_tokenizer
 
-    from itemset.text import loading
-
     given = {name: getattr(args, name, None) for name in ("tokenizer_mode", "trust_remote_code", "download_dir")}
     revision = getattr(args, "tokenizer_revision", None) or getattr(args, "revision", None)
     named = {name: value for name, value in given.items() if value is not None}
@@ -179,8 +178,9 @@ def _refuse_speculation(vllm_config: Any) -> None:
     speculative = vllm_config.speculative_config
     if speculative is None:
         return
-    if speculative.method == "ngram_gpu" and not vllm_config.use_v2_model_runner and compat.platform().is_cpu():
-        raise ItemSetError(  # V1 wants pinned memory for it, which a CPU has not
+    on_v1_cpu = not vllm_config.use_v2_model_runner and compat.platforms.current_platform.is_cpu()
+    if speculative.method == "ngram_gpu" and on_v1_cpu:  # V1 wants pinned memory for it, which a CPU has not
+        raise ItemSetError(
             "the speculative method ngram_gpu needs model runner V2 or a GPU, and this is V1 on a CPU: choose ngram"
         )
     if speculative.rejection_sample_method == "synthetic":

@@ -56,7 +56,7 @@ class FrontEnd(FrontEndBase):
             json_options=compat.json_options(vllm_config),
             added_tokens=compat.added_tokens(vllm_config),
         )
-        self.vllm_config = vllm_config
+        self.vllm_config, self.end_token = vllm_config, tokenizer.eos_token_id
         self._lists: Lists | None = None
         if config.item_set_draft_head is not None:
             from vllm_static.front.draft_head import drafting
@@ -126,8 +126,7 @@ class FrontEnd(FrontEndBase):
         params.extra_args = {**(params.extra_args or {}), REFERENCE: None, WIRE: carried}
         self.refuse_inside(names_sets(params))
         if params.structured_outputs is None:
-            own = StructuredOutputsParams(choice=[carried.reference])
-            params.structured_outputs = compat.of_our_backend(own)
+            params.structured_outputs = compat.of_our_backend(StructuredOutputsParams(choice=[carried.reference]))
         thought = Thought(asked, [job])
         return lambda request: thought
 
@@ -161,11 +160,8 @@ def follow(client: Any) -> None:
     if front.follower is not None:
         return
 
-    async def send_to_all(message: Any) -> list[Any]:
-        return list(await asyncio.gather(*compat.asked_of_each(client.engine_core, ROLLOUT, message)))
-
     def send(message: Any) -> list[Any]:
-        answers = asyncio.run_coroutine_threadsafe(send_to_all(message), loop)
+        answers = asyncio.run_coroutine_threadsafe(compat.ask_each(client.engine_core, ROLLOUT, message), loop)
         while True:
             try:
                 return answers.result(PATIENCE)

@@ -6,7 +6,7 @@ Here a list or draws are one request, whose beams run inside a step of model run
 be, or leaves draws undecided, each round is a batch of ordinary requests that score chosen tokens.
 """
 
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import groupby, islice
 from typing import Any
@@ -85,18 +85,19 @@ class RankedList:
     whole_prompt: of the one request by which the engine makes them. table: what that has made, after a thought already.
     """
 
-    def __init__(self, front_end: Any, asked: ItemRequest, given: Any, end_token: int) -> None:
+    def __init__(self, front_end: Any, asked: ItemRequest, given: Any, lora: Any = None, priority: int = 0) -> None:
         """given: the prompt, rendered by vLLM. Raises RefusedError, or ItemSetError for an inline set's items."""
-        prompt, self._embedded = _tokens_of(given), "prompt_embeds" in given
+        self.prompt, self._embedded = _tokens_of(given), "prompt_embeds" in given
+        self.lora, self.priority = lora, priority
         self.table = asked.ended and asked.ended.table
         begun = asked.ended.jobs if asked.ended is not None else []
-        self.job = begun.pop() if begun else front_end.list_job(asked, prompt_tokens=len(prompt))
-        self.search, self.prompt = self.job.search, prompt
-        self.whole_prompt = given if self._embedded else _rendered([*prompt, *self.job.placeholders])
+        self.job = begun.pop() if begun else front_end.list_job(asked, prompt_tokens=len(self.prompt))
+        self.search = self.job.search
+        self.whole_prompt = given if self._embedded else _rendered([*self.prompt, *self.job.placeholders])
         if self._embedded and (self.job.carried is None or self.job.placeholders):
             raise self._needs_tokens()
         self._adapters = front_end.vllm_config.lora_config is not None
-        self._end, self._v2, self._logged = end_token, front_end.v2, bool(asked.weighed)
+        self._end, self._v2, self._logged = front_end.end_token, front_end.v2, bool(asked.weighed)
 
     def token_scores(self, best: Found) -> TokenScores:
         """Return what scores the tokens of the list's items; without passes if nobody asks."""
@@ -230,8 +231,8 @@ async def with_list(client: Any, result: RequestOutput, told: dict[int, dict[str
         if (asked := told.get(output.index, {}).get(THOUGHT)) is not None:
             vars(output).pop(THOUGHT, None)
             prompt = {"prompt_token_ids": [*(result.prompt_token_ids or ()), *asked.ended.tokens]}
-            async for made in online(asked, client, prompt, result.request_id, **options):
-                told[output.index] = {"items": _as_items(made)}
+            made = await online(asked, client, prompt, result.request_id, **options)
+            told[output.index] = {"items": _as_items(made)}
 
 
 def _as_items(made: RequestOutput) -> list[dict[str, Any]] | None:
@@ -246,14 +247,14 @@ def candidates(
     """Return what `LLM.generate` answers to requests for lists or draws, of prompts that vLLM has tokenized."""
     tokenizer, front_end = llm.get_tokenizer(), llm.llm_engine.input_processor.static_front_end
     pinned = [front_end.pinned(one, _tokens_of(prompt)) for one, prompt in zip(asked, inputs, strict=True)]
-    lists = [RankedList(front_end, *each, tokenizer.eos_token_id) for each in zip(pinned, inputs, strict=True)]
-    made, logs = _results(llm, front_end, lists, loras, priorities)
+    lists = [RankedList(front_end, *each) for each in zip(pinned, inputs, loras, priorities, strict=True)]
+    made, logs = _results(llm, front_end, lists)
     # All that is written out goes through the tokenizer together, and through its set.
     entries = list[list[dict[str, Any]]]()
-    together = groupby(zip(lists, made, strict=True), key=lambda pair: (id(pair[0].job.item_set), *pair[0].job.names))
-    for _, group in together:
+    jobs = zip((one.job for one in lists), made, strict=True)
+    for _, group in groupby(jobs, key=lambda pair: (id(pair[0].item_set), *pair[0].names)):
         alike, found = zip(*group, strict=True)
-        entries += described(found, alike[0].job.item_set, alike[0].job.of_set, alike[0].job.names)
+        entries += described(found, alike[0].item_set, alike[0].of_set, alike[0].names)
     texts = iter(_decoded(tokenizer, [item.tokens for one in made for item in one.items], skip_special_tokens=False))
     outputs = []
     for i, best in enumerate(made):
@@ -305,53 +306,45 @@ def _decoded(tokenizer: Any, rows: Sequence[Sequence[int]], **options: Any) -> l
     return together(np.array(rows) if alike else [list(row) for row in rows], **options)
 
 
-def _results(
-    llm: Any, front_end: Any, lists: Sequence[RankedList], loras: Sequence[Any], priorities: Sequence[int]
-) -> tuple[list[Found], list[TokenScores]]:
+def _results(llm: Any, front_end: Any, lists: Sequence[RankedList]) -> tuple[list[Found], list[TokenScores]]:
     """Make the lists, each in one request if it can be, the others round by round together; then score their tokens."""
 
-    def generate(requests: Sequence[tuple[int, Any, SamplingParams]]) -> list[Any]:
-        """Return the outputs of requests, each with the index of its list."""
+    def generate(requests: Sequence[tuple[RankedList, Any, SamplingParams]]) -> list[Any]:
+        """Return the outputs of requests, each with its list."""
         return llm.generate(
             [prompt for _, prompt, _ in requests],
             [params for *_, params in requests],
             use_tqdm=False,
-            lora_request=[loras[i] for i, *_ in requests],
-            priority=[priorities[i] for i, *_ in requests],
+            lora_request=[made.lora for made, *_ in requests],
+            priority=[made.priority for made, *_ in requests],
         )
 
-    carried = [(i, one.job.carried) for i, one in enumerate(lists) if one.job.carried is not None]
-    whole = [(i, lists[i].whole_prompt, compat.list_params(one)) for i, one in carried if lists[i].table is None]
-    for (i, *_), output in zip(whole, generate(whole) if whole else [], strict=True):
-        lists[i].table = output.prompt_token_id_logprobs
-    read, results = front_end.one_request.read, dict[int, Found | None]()
-    results |= {i: read(one, lists[i].table, lists[i].search) for i, one in carried}
-    others = [i for i in range(len(lists)) if results.get(i) is None]
-
-    def score(passes: Sequence[tuple[int, Pass]], others: Sequence[int]) -> list[Answer]:
+    def score(of: Sequence[RankedList], passes: Sequence[tuple[int, Pass]]) -> list[Answer]:
+        """Return the answers to passes, each with the index of its list."""
         answers: dict[int, Answer] = {}
         for cached in (True, False):
-            left = [(n, others[i], one) for n, (i, one) in enumerate(passes) if n not in answers]
-            asked = [(i, *lists[i].ask(one, cached=cached)) for _, i, one in left]
-            for (n, i, one), output in zip(left, generate(asked) if asked else (), strict=True):
-                if not lists[i].missing(one, output):
-                    answers[n] = lists[i].answer(one, output)
+            left = [(n, of[i], one) for n, (i, one) in enumerate(passes) if n not in answers]
+            asked = [(made, *made.ask(one, cached=cached)) for _, made, one in left]
+            for (n, made, one), output in zip(left, generate(asked) if asked else (), strict=True):
+                if not made.missing(one, output):
+                    answers[n] = made.answer(one, output)
         return [answers[n] for n in range(len(passes))]
 
-    if others:
-        found = run_together([lists[i].search for i in others], partial(score, others=others))
-        results |= zip(others, found, strict=True)
-    made = [best for _, best in sorted(results.items()) if best is not None]
-    logs = [one.token_scores(best) for one, best in zip(lists, made, strict=True)]
-    if asking := [i for i, one in enumerate(logs) if one.passes]:
-        run_together([logs[i] for i in asking], partial(score, others=asking))
-    return made, logs
+    inside = [one for one in lists if one.job.carried is not None]
+    whole = [(one, one.whole_prompt, compat.list_params(one.job.carried)) for one in inside if one.table is None]
+    for (one, *_), output in zip(whole, generate(whole) if whole else (), strict=True):
+        one.table = output.prompt_token_id_logprobs
+    results = {one: front_end.one_request.read(one.job.carried, one.table, one.search) for one in inside}
+    others = [one for one in lists if results.get(one) is None]
+    results |= zip(others, run_together([one.search for one in others], partial(score, others)), strict=True)
+    logs = {one: one.token_scores(results[one]) for one in lists}
+    asking = [one for one in lists if logs[one].passes]
+    run_together([logs[one] for one in asking], partial(score, asking))
+    return [results[one] for one in lists], [logs[one] for one in lists]
 
 
-async def online(
-    asked: ItemRequest, client: Any, prompt: Any, request_id: str, **options: Any
-) -> AsyncGenerator[RequestOutput, None]:
-    """Yield the beam search of vLLM's server, and candidates of `AsyncLLM.generate`. options: of requests.
+async def online(asked: ItemRequest, client: Any, prompt: Any, request_id: str, **options: Any) -> RequestOutput:
+    """Return the beam search of vLLM's server, and candidates of `AsyncLLM.generate`. options: of requests.
 
     When the client goes, all its requests are aborted. A list that the engine aborts ends as samples do then.
     """
@@ -359,7 +352,7 @@ async def online(
     front_end, tokens = client.input_processor.static_front_end, _tokens_of(prompt)
     asked = await front_end.prepare(asked, tokens)
     body().begin(thinks=False)
-    made = RankedList(front_end, asked, prompt, tokenizer.eos_token_id)
+    made = RankedList(front_end, asked, prompt)
     lists = front_end.lists(client)
 
     async def generate(prompt: Any, params: SamplingParams) -> Any:
@@ -392,11 +385,10 @@ async def online(
             await lists.run(logs, ask, made.answer)
     except AbortedError:
         none = [CompletionOutput(i, "", [], 0.0, None, finish_reason=ABORT) for i in range(asked.wanted)]
-        yield _output(request_id, prompt, none)
-        return
+        return _output(request_id, prompt, none)
     items: list[tuple[Any, Any, str]] = []
     async for part in lists.entries(best, made.job.item_set, made.job.of_set, made.job.names):
         rows = [item.tokens for item, _ in part]
         texts = _decoded(tokenizer, rows, skip_special_tokens=False)
         items += [(item, entry, text) for (item, entry), text in zip(part, texts, strict=True)]
-    yield _output(request_id, prompt, made.outputs(items, logs))
+    return _output(request_id, prompt, made.outputs(items, logs))

@@ -2,7 +2,7 @@
 
 import contextlib
 import copy
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import aclosing
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,17 +19,13 @@ from vllm_static.compat import hook
 from vllm_static.front import answers
 
 if TYPE_CHECKING:
-    from vllm import exceptions, sampling_params
-    from vllm.renderers.inputs import preprocess
-
     from vllm_static.front import front_end as front_ends
     from vllm_static.front import http, list_requests
     from vllm_static.front import request as requests
 else:
-    exceptions, sampling_params = Later("vllm.exceptions"), Later("vllm.sampling_params")
-    preprocess = Later("vllm.renderers.inputs.preprocess")
     front_ends, http = Later("vllm_static.front.front_end"), Later("vllm_static.front.http")
     list_requests, requests = Later("vllm_static.front.list_requests"), Later("vllm_static.front.request")
+exceptions, sampling_params = Later("vllm.exceptions"), Later("vllm.sampling_params")
 
 
 @hook("vllm.v1.engine.input_processor:InputProcessor.__init__", always=True)
@@ -126,18 +122,17 @@ async def _prepared(
             yield note(result, told)
 
 
-async def _candidates(
-    client: Any, prompt: Any, params: Any, request_id: str, **options: Any
-) -> AsyncGenerator[Any, None]:
+async def _candidates(client: Any, prompt: Any, params: Any, request_id: str, **options: Any) -> Any:
     """Yield a list or draws, each item an output."""
     with refusals():
         request = requests.asked_of_generate(params)
         assert request is not None
         if not (isinstance(prompt, dict) and ("prompt_token_ids" in prompt or "type" in prompt)):
+            from vllm.renderers.inputs import preprocess
+
             parsed = preprocess.parse_model_prompt(client.model_config, prompt)
             (prompt,) = await client.renderer.render_cmpl_async([parsed])
-        async for output in list_requests.online(request, client, prompt, request_id, **options):
-            yield output
+        yield await list_requests.online(request, client, prompt, request_id, **options)
 
 
 @hook("vllm.entrypoints.llm:LLM.generate", why="lists and draws, each item an output", when=IMPORTED)
@@ -215,17 +210,18 @@ def _beam_search(
 async def _beam_search_online(
     original: Callable[..., Any], self: Any, prompt: Any, request_id: str, params: Any, lora_request: Any,
     trace_headers: Any, session_id: Any, priority: int = 0,
-) -> AsyncGenerator[Any, None]:  # fmt: skip # priority: since vLLM 0.33
+) -> Any:  # fmt: skip # priority: since vLLM 0.33
     """Ranked lists over HTTP."""
-    way, note = original, answers.noting()
+    note = answers.noting()
     with refusals(params):
         if self.engine_client.input_processor.static_front_end:
             params = http.with_item_set(params)
             if (item_request := requests.asked(params)) is not None:
                 options = {"trace_headers": trace_headers, "session_id": session_id, "priority": priority}
                 options["lora_request"] = lora_request
-                way = partial(list_requests.online, item_request, self.engine_client, prompt, request_id, **options)
-        async for result in way():
+                yield note(await list_requests.online(item_request, self.engine_client, prompt, request_id, **options))
+                return
+        async for result in original():
             yield note(result)
 
 

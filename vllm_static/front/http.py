@@ -11,20 +11,16 @@ from itemset.serving.front import http_bodies, lost_fields, request_fields
 from itemset.serving.front.lost_fields import constraints_of, disguised, holds_sets, refuse_loose_tools, refuse_lost
 from itemset.serving.front.model_names import take_set
 from itemset.serving.front.request import DRAWING, ItemRequest, wants_draws, with_beams
-
-from itemset.serving.front.request_fields import (  # isort: skip
-    BEAMS, CHOICE, GUIDED, OF_ITEMS, OF_SET, REFERENCE, SELECTION, SLATE, STRUCTURED, XARGS,
-)  # fmt: skip
+from itemset.serving.front.request_fields import BEAMS, GUIDED, OF_SET, REFERENCE, SELECTION, SLATE, STRUCTURED, XARGS
 from vllm_static import compat
 from vllm_static.front.front_end import follow
 from vllm_static.front.request import constraint_of, judge, put
 from vllm_static.metrics import PATH, refresh
 
-_OF_CONSTRAINTS = (SLATE, request_fields.ATTRIBUTES)
 _RENDER = "/render"  # the end of endpoints' names
 SURFACE = lost_fields.Surface(
     served={path: {"": (*OF_SET, GUIDED)} for path in ("/v1/chat/completions/batch", "/v1/responses")}
-    | {path: {"": (*OF_SET, GUIDED, *OF_ITEMS)} for path in DRAWING},
+    | {path: {"": (*OF_SET, GUIDED, *request_fields.OF_ITEMS)} for path in DRAWING},
     # What vLLM takes for its engine's parameters reaches the engine as it is.
     elsewhere={XARGS: (REFERENCE, *SELECTION), "sampling_params.extra_args": (REFERENCE, *SELECTION, SLATE)},
     mends=lost_fields.mends('structured_outputs: {"choice": [...]}', " or ".join(DRAWING)),
@@ -99,7 +95,7 @@ def judge_request(request: Any) -> None:
     body.each = _declared(request, "n") or 1
     if body.path.endswith(_RENDER):  # its answer is the parameters, which meet no other hook
         with_item_set(request.to_sampling_params(1, {}))
-    if body.judged is not None and (request.model_extra or {}).get("stream"):  # which would cut its items' texts
+    if body.judged is not None and fields.get("stream"):  # which would cut its items' texts
         raise request_fields.wrong_type(f"{body.path} has no streams: leave stream out", "stream")
     if body.judged is None or k is None:
         return
@@ -135,6 +131,7 @@ def with_item_set(params: Any) -> Any:
     request, given = body.request, constraint_of(params)  # vLLM has made one of the tools, or none
     if request is None:
         return params
+    fields = request.model_extra or {}
     if getattr(request, "tools", None) and getattr(request, "tool_choice", None) not in (None, "none"):
         kind = given[0] if given is not None and holds_sets(*given) else None
         choice = request.tool_choice
@@ -145,13 +142,13 @@ def with_item_set(params: Any) -> Any:
         )
     if body.judged is not None:
         if not hasattr(params, "beam_width"):
-            if body.brings_choice and getattr(params.structured_outputs, CHOICE, None) is None:
+            if body.brings_choice and getattr(params.structured_outputs, "choice", None) is None:
                 raise _lost_choice()
-            judge(params.extra_args, params.structured_outputs, request.model_extra, k=None)  # with vLLM's constraint
+            judge(params.extra_args, params.structured_outputs, fields, k=None)  # with vLLM's constraint
             if body.unlimited:
                 params.max_tokens = None  # in place of 16
         params = put(params, body.judged)
-    elif said := {word: one for word in _OF_CONSTRAINTS if (one := (request.model_extra or {}).get(word)) is not None}:
+    elif said := {word: fields[word] for word in (SLATE, request_fields.ATTRIBUTES) if fields.get(word) is not None}:
         params.extra_args = {**(params.extra_args or {}), **said}
     given = constraint_of(params)
     reached = given is not None and (given[0] == SLATE or mentions(given[1]))
@@ -183,7 +180,7 @@ def _judged(request: Any, *, k: int | None, draws: bool) -> ItemRequest | None:
     brings = structured is not None and structured.choice is not None
     if body.brings_choice and not brings:
         raise _lost_choice()
-    each, ours = (fields, extra_args or {}), (*OF_SET, *OF_ITEMS)
+    each, ours = (fields, extra_args or {}), (*OF_SET, *request_fields.OF_ITEMS)
     if not brings and not any(place.get(word) is not None for place in each for word in ours):
         return None
     judged = judge(extra_args, structured, fields, k=k, draws=draws)

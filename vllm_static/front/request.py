@@ -7,16 +7,14 @@ from typing import Any
 from vllm.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 
 from itemset.embedded.placement import JSON, SLATE, TAG
+from itemset.serving.front import request_fields
 from itemset.serving.front.lost_fields import holds_sets, undisguised
 from itemset.serving.front.request import BENDING, UNSAID, ItemRequest, candidates, wants_candidates
-
-from itemset.serving.front.request_fields import (  # isort: skip
-    ATTRIBUTES, DRAWN, LIST, NO_ATTRIBUTES, OPTIONS, REFERENCE, STRUCTURED, WORDS, attributes_asked, wrong_type,
-)  # fmt: skip
+from itemset.serving.front.request_fields import ATTRIBUTES, REFERENCE, STRUCTURED, attributes_asked
 from itemset.serving.wire import WIRE, EngineRequest
 from vllm_static import compat
 
-_READ = {*WORDS, *OPTIONS, *DRAWN, LIST}
+_READ = {*request_fields.WORDS, *request_fields.OPTIONS, *request_fields.DRAWN, request_fields.LIST}
 
 
 def asked(params: SamplingParams | BeamSearchParams) -> ItemRequest | None:
@@ -35,7 +33,7 @@ def asked(params: SamplingParams | BeamSearchParams) -> ItemRequest | None:
     if given is not None:
         return ItemRequest(constraint=given, attributes=attributes_asked(extra))
     if judged is None and attributes_asked(extra):
-        raise wrong_type(NO_ATTRIBUTES, ATTRIBUTES)
+        raise request_fields.wrong_type(request_fields.NO_ATTRIBUTES, ATTRIBUTES)
     return judged
 
 
@@ -90,12 +88,10 @@ def put(params: Any, request: ItemRequest | None) -> Any:
 
 def constraint_of(params: Any) -> tuple[str, Any] | None:
     """Return the kind and the text of a request's constraint, if item sets can stand in such; None if there is none."""
-    slate = (getattr(params, "extra_args", None) or {}).get(SLATE)
     structured = getattr(params, STRUCTURED, None)
-    if slate is not None and structured is None:
-        return SLATE, slate
     if structured is None:
-        return None
+        slate = (getattr(params, "extra_args", None) or {}).get(SLATE)
+        return None if slate is None else (SLATE, slate)
     if structured.json is not None:
         return JSON, structured.json
     if structured.structural_tag is not None:

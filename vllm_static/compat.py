@@ -280,19 +280,16 @@ def on_device_path(vllm_config: Any) -> bool:
     return PROCESSOR in (vllm_config.model_config.logits_processors or ())
 
 
+ONE_TOKEN: dict[str, Any] = {"max_tokens": 1, "temperature": 0.0, "detokenize": False, "skip_clone": True}
+"""Parameters of a request of ours, for a list or for scores, whose token does not matter. No other has the same."""
+
+
 def list_params(carried: EngineRequest) -> Any:
-    """Return the parameters of a request for a list, which has to sample one token."""
+    """Return the parameters of a request for a list."""
     from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
-    return SamplingParams(
-        max_tokens=1,
-        temperature=0.0,
-        ignore_eos=True,
-        detokenize=False,
-        skip_clone=True,  # no other request has these parameters
-        structured_outputs=StructuredOutputsParams(choice=[carried.item_set and carried.item_set.reference]),
-        extra_args={WIRE: carried},
-    )
+    structured = StructuredOutputsParams(choice=[carried.reference])
+    return SamplingParams(**ONE_TOKEN, ignore_eos=True, structured_outputs=structured, extra_args={WIRE: carried})
 
 
 def make_ordinary(request: Any, extra_args: dict[str, Any], constraint: Any = None) -> None:

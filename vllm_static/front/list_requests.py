@@ -1,5 +1,4 @@
-"""Ranked lists and draws: the best items of a set, or some that are drawn, in place of vLLM's beam search where a
-request has one.
+"""Ranked lists and draws: a set's best items, or some that are drawn, in place of vLLM's beam search.
 
 vLLM's own loop takes the top 2 x width of all tokens and filters them afterwards, and over HTTP drops the constraint.
 Here a list or draws are one request, whose beams run inside a step of model runner V2 (`worker.lists`). If that cannot
@@ -13,7 +12,6 @@ from typing import Any
 
 import numpy as np
 from vllm import CompletionOutput, RequestOutput
-from vllm.platforms import current_platform
 from vllm.sampling_params import BeamSearchParams, SamplingParams
 from vllm.utils import random_uuid
 
@@ -132,19 +130,13 @@ class RankedList:
         """
         if self._embedded:
             raise self._needs_tokens()
-        if self._adapters and current_platform.is_cpu():
+        if self._adapters and compat.platforms.current_platform.is_cpu():
             raise RefusedError(
                 "beam search",
                 "this list or these draws take rounds of requests, at which vLLM's engine would end on a CPU with LoRA "
                 "adapters: merge the adapter into the model, or ask for sampled answers",
             )
-        common: dict[str, Any] = {
-            "max_tokens": 1,
-            "temperature": 0.0,
-            "detokenize": False,
-            "flat_logprobs": True,  # columns, not an object a token
-            "skip_clone": True,  # no other request has these parameters
-        }
+        common = {**compat.ONE_TOKEN, "flat_logprobs": True}  # columns, not an object a token
         tokens, run = [*self.prompt, *one.tokens], one.tokens[one.known :]
         if not self._v2:  # which alone scores chosen tokens anywhere in a prompt
             return _rendered(tokens), ScoringParams(**common, **model_runner.scoring(one, cached=cached))
@@ -182,18 +174,18 @@ def offline(
 
     pinned = llm.llm_engine.input_processor.static_front_end.pinned(asked)  # all lists are of one version
     made = candidates(llm, inputs, [pinned] * len(inputs), loras, priorities)
-    texts = _texts(llm.get_tokenizer(), made, skip_special_tokens=params.skip_special_tokens)
+    texts = iter(_texts(llm.get_tokenizer(), made, skip_special_tokens=params.skip_special_tokens))
     results = []
-    for prompt, lora, answer, whole in zip(inputs, loras, made, texts, strict=True):
+    for prompt, lora, answer in zip(inputs, loras, made, strict=True):
         sequences: list[Any] = []
-        for output, text in zip(answer.outputs, whole, strict=True):
+        for output in answer.outputs:
             sequence = BeamSearchSequence(
                 prompt,
                 tokens=[*answer.prompt_token_ids, *output.token_ids],
                 logprobs=[],
                 lora_request=lora,
                 cum_logprob=output.cumulative_logprob,
-                text=text,
+                text=next(texts),
                 finish_reason=output.finish_reason,
                 stop_reason=output.stop_reason,
             )
@@ -278,22 +270,19 @@ def _rendered(tokens: list[int]) -> dict[str, Any]:
     return {"type": "token", "prompt_token_ids": tokens}
 
 
-def _texts(tokenizer: Any, made: Sequence[RequestOutput], **options: Any) -> list[list[str]]:
+def _texts(tokenizer: Any, made: Sequence[RequestOutput], **options: Any) -> list[str]:
     """Return the text of each prompt with each of its items. A prompt is decoded once, but for its last tokens, on
     which the text that follows may depend. options: of `decode`."""
-    befores, rows = [], list[list[int]]()
+    befores, rows = list[str](), list[list[int]]()
     for one in made:
         prompt: Any = one.prompt_token_ids
         near = prompt[-_NEAR:]
         whole, end = tokenizer.decode(prompt, **options), tokenizer.decode(near, **options)
         if not whole.endswith(end):  # these tokens begin inside a character
             near, end = prompt, whole
-        befores.append(whole[: len(whole) - len(end)])
+        befores += [whole[: len(whole) - len(end)]] * len(one.outputs)
         rows += [[*near, *output.token_ids] for output in one.outputs]
-    texts = iter(_decoded(tokenizer, rows, **options))
-    return [
-        [before + text for text in islice(texts, len(one.outputs))] for before, one in zip(befores, made, strict=True)
-    ]
+    return [before + text for before, text in zip(befores, _decoded(tokenizer, rows, **options), strict=True)]
 
 
 def _decoded(tokenizer: Any, rows: Sequence[Sequence[int]], **options: Any) -> list[str]:

@@ -9,8 +9,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, get_args
 
-import wrapt
-
 from itemset.errors import ItemSetError
 from itemset.serving.catalogue import with_versions
 from itemset.serving.config import BACKEND, FLAGS, StaticConfig, add_flags, from_environment, start_up, with_named
@@ -20,10 +18,9 @@ from vllm_static.compat import hook
 
 VARIABLE = "VLLM_STATIC"
 MIDDLEWARE = "vllm_static.front.http.ItemSetWords"
-_CONFIG = "vllm.config.structured_outputs:StructuredOutputsConfig"
 
 
-@hook(_CONFIG, extends=True)
+@hook("vllm.config.structured_outputs:StructuredOutputsConfig", extends=True)
 def _add_backend_name(structured: Any) -> None:
     """The backend's name, in a Literal; its validator judges the other fields as xgrammar's."""
     from pydantic.dataclasses import rebuild_dataclass
@@ -47,16 +44,10 @@ def _validate(validate: Callable[[Any], Any], structured: Any) -> Any:
     return validate(structured)
 
 
-def add_backend_name_at_import() -> None:
-    """`LLM(structured_outputs_config={"backend": "static"})` checks the name before it loads the general plugins
-    (entrypoints/llm.py). Imports nothing of vLLM, which is being imported."""
-    module, _, name = _CONFIG.partition(":")
-
-    def add(config: Any) -> None:
-        with contextlib.suppress(AttributeError, KeyError):  # another version: `compat.install` says so
-            _add_backend_name(getattr(config, name))
-
-    wrapt.register_post_import_hook(add, module)
+def add_backend_name(module: Any) -> None:
+    """Do the same as soon as the module of that class is imported. Imports nothing: vLLM itself is being imported."""
+    with contextlib.suppress(AttributeError, KeyError):  # another version: `compat.install` says so
+        _add_backend_name(module.StructuredOutputsConfig)
 
 
 @hook("vllm.engine.arg_utils:EngineArgs.add_cli_args", always=True)

@@ -1,5 +1,7 @@
 """The entry points of the plugin, and the features that have hooks. Deleting a feature's files takes it out."""
 
+import wrapt
+
 from itemset.serving.hooks import IMPORTED, START, import_present
 from vllm_static import compat, engine_config
 
@@ -12,8 +14,12 @@ import_present(
 
 
 def register_early() -> None:
-    """Entry point `vllm.platform_plugins`: runs while vLLM is being imported, and names no platform."""
-    engine_config.add_backend_name_at_import()
+    """Entry point `vllm.platform_plugins`: runs while vLLM is being imported, and names no platform.
+
+    `LLM(structured_outputs_config={"backend": "static"})` checks the name before it loads the general plugins
+    (entrypoints/llm.py).
+    """
+    wrapt.register_post_import_hook(engine_config.add_backend_name, "vllm.config.structured_outputs")
 
 
 def register() -> None:

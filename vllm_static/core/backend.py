@@ -55,11 +55,10 @@ class StaticGrammar(StructuredOutputGrammar):
 
     def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
         host: Any = self.host
-        if not (host.accept(tokens) if self.of_set else all(map(host.accept, tokens))):
+        if not (taken := host.accept(tokens) if self.of_set else all(map(host.accept, tokens))):
             what = "item set" if self.of_set else "grammar"
             logger.error("Request %s: the tokens %s leave the %s.", request_id, tokens, what)
-            return False
-        return True
+        return bool(taken)
 
     def validate_tokens(self, tokens: list[int]) -> list[int]:
         return self.host.allowed_prefix(tokens)
@@ -103,10 +102,7 @@ class StaticBackend(StructuredOutputBackend):
         compile_all()
 
     def admit(self, manager: Any, request: Request) -> bool:
-        """Take over the inline set that came with the request, and return whether the device path takes the request.
-
-        The index travels on to the workers only there, whose arenas may have forgotten it.
-        """
+        """Take over the set that came with the request. Return whether the device path takes the request."""
         params = request.sampling_params
         carried = read(params.extra_args) if params is not None else None
         if carried is None:
@@ -125,7 +121,7 @@ class StaticBackend(StructuredOutputBackend):
 
             self.thinking[request.request_id], is_free = begin(request, constraint, *carried.after, ranked=ranked)
             return is_free
-        if not on_device:
+        if not on_device:  # the index travels on to the workers only there, whose arenas may have forgotten it
             params.extra_args = {**params.extra_args, WIRE: carried.but(item_set=SetRef(made.reference))}
         self._figures["by_path"]["device" if on_device else "host"] += carried.ranked is None  # a list has no masks
         return on_device

@@ -1,7 +1,6 @@
 """The device path as the engine core sees it: which requests take it, and where their sets lie in the workers' arenas.
 
-The engine core decides, because only here one decision holds for every worker, and a request that cannot go this way
-can still take the host path. Workers do what they are told and refuse nothing.
+Here one decision holds for every worker, and a request can still take the host path. Workers refuse nothing.
 """
 
 import copy
@@ -25,10 +24,8 @@ RESIDENT = "item_set_resident"  # attribute of a request in the engine core: the
 
 
 class DevicePath(Devices):
-    """Admits requests to the device path, and brings versions of their sets to the workers, whose executor is `engine`.
-
-    Called by vLLM's input thread and by its engine loop.
-    """
+    """Admits requests, and brings versions of sets to the workers. `engine`: their executor. For two threads of vLLM's:
+    its input and its engine loop."""
 
     def __init__(self, catalogue: Catalogue) -> None:
         self.plan = Plan(catalogue.arena_bytes())
@@ -83,8 +80,7 @@ class DevicePath(Devices):
 def _new_request_data(original: Callable[..., Any], request: Any) -> Any:
     """Take out of a request's NewRequestData what the workers have: an inline set's index, a filter's bits.
 
-    All workers get all of them in order, and keep a set for as long as it is this Resident: only a set that the plan
-    puts into its place, after it has forgotten this one, overwrites it.
+    All workers get all of them in order, and keep a set until the plan has forgotten it and puts another in its place.
     """
     data, resident = original(), getattr(request, RESIDENT, None)
     if resident is None or (carried := read(extra := data.sampling_params.extra_args)) is None:

@@ -1,7 +1,7 @@
 """Ranked lists in the engine core: the blocks of the KV cache that their beams take, and lists of several steps."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from itemset.serving.config import StaticConfig
 from itemset.serving.wire import read
@@ -9,9 +9,6 @@ from vllm_static import compat
 from vllm_static.compat import hook, logger
 from vllm_static.worker.beam_kv import Room, entries_of_block
 from vllm_static.worker.list_hooks import install, longest_item, try_out
-
-if TYPE_CHECKING:
-    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 SHARE = 8  # of the KV cache, the part that lists take at most
 SHARE_UNASKED = 16  # the same, if nobody says for how many beams
@@ -23,7 +20,7 @@ USUAL = 16  # the same, of an engine whose sets come with the requests
 def _initialize_kv_caches(original: Callable[..., Any], self: Any, vllm_config: Any) -> Any:
     """Ranked lists have blocks of the KV cache that the scheduler does not know: in its pool they would count as used,
     and `reset_prefix_cache` fails while any block is."""
-    cache: KVCacheConfig = original()
+    cache = original()
     if id(vllm_config) not in compat.backends:
         return cache  # of another engine in this process
     from vllm.v1.core import kv_cache_utils
@@ -49,9 +46,8 @@ def _initialize_kv_caches(original: Callable[..., Any], self: Any, vllm_config: 
     return cache
 
 
-def _tried(workers: Callable[..., list[Any]], cache: "KVCacheConfig", vllm_config: Any) -> Room | str:
-    """Return what room lists get, for `ranked_list_beams` or for what may be missed of the cache, once all workers have
-    tried it; or why none are made."""
+def _tried(workers: Callable[..., list[Any]], cache: Any, vllm_config: Any) -> Room | str:
+    """Return what room lists get of the KVCacheConfig once all workers have tried it, or why none are made."""
     if not _one_full_attention(cache):
         return "the KV cache is not one of full attention"
     spec, model = cache.kv_cache_groups[0].kv_cache_spec, vllm_config.model_config
@@ -74,7 +70,7 @@ def _tried(workers: Callable[..., list[Any]], cache: "KVCacheConfig", vllm_confi
     return Room(blocks, beams, tokens)
 
 
-def _one_full_attention(cache: "KVCacheConfig") -> bool:
+def _one_full_attention(cache: Any) -> bool:
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     specs = [group.kv_cache_spec for group in cache.kv_cache_groups]

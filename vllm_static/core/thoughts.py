@@ -9,8 +9,6 @@ from vllm_static.compat import hook
 
 
 class Thinking(NamedTuple):
-    """A request that thinks, and then is one for a list."""
-
     marker: list[int]  # ends the thought; empty after it
     then: list[int]  # tokens between it and the list
     params: Any  # of the list; None if the front end asks for it

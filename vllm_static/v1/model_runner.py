@@ -9,7 +9,7 @@ their most likely tokens. Both are told of no chosen tokens here; their columns 
 import dataclasses
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,13 +17,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from itemset.masking.slots import as_table, log_probs_of
+from itemset.ranking.scored_tree import Answer, Pass
 from itemset.serving.hooks import IMPORTED
 from itemset.serving.wire import read
 from vllm_static import compat
 from vllm_static.compat import hook
-
-if TYPE_CHECKING:
-    from itemset.ranking.scored_tree import Answer, Pass
 
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 _WEIGHED = "static_weighed"  # attribute of the runner in a step: rows that ask, their temperatures, all tokens' mass
@@ -114,7 +112,7 @@ def _with(output: Any, rows: list[int], ids: Tensor, scores: Tensor) -> Any:
     return output
 
 
-def scoring(one: "Pass", *, cached: bool) -> dict[str, Any]:
+def scoring(one: Pass, *, cached: bool) -> dict[str, Any]:
     """Return what the parameters of a request that scores a pass of a ranked list have on V1, which scores chosen
     tokens that may follow a prompt, and the prompt's own. cached: whether it may use the prefix cache."""
     own: dict[str, Any] = {}
@@ -125,12 +123,12 @@ def scoring(one: "Pass", *, cached: bool) -> dict[str, Any]:
     return own | ({"logprob_token_ids": after} if after else {"logprobs": 0})
 
 
-def lacks_scores(one: "Pass", prompt_tokens: int, output: Any) -> bool:
+def lacks_scores(one: Pass, prompt_tokens: int, output: Any) -> bool:
     """Return whether V1 has filled in only the rows that it computed: the others are whatever was in memory."""
     return len(one.tokens) > one.known and (output.num_cached_tokens or 0) >= prompt_tokens + one.known
 
 
-def scored(one: "Pass", prompt_tokens: int, output: Any) -> "Answer":
+def scored(one: Pass, prompt_tokens: int, output: Any) -> Answer:
     """Return what V1 has scored of a pass."""
     own, (after,) = output.prompt_logprobs, [output.outputs[0].logprobs]
     first = prompt_tokens + one.known

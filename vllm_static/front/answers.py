@@ -6,8 +6,7 @@ sets stand in its constraint, `CompletionOutput.items` is a list of them. Other 
 
 import copy
 import weakref
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any
 
 from itemset.serving import metrics
@@ -117,10 +116,10 @@ def noting() -> Callable[..., Any]:
     body = http_bodies.body()
     prompt, body.prompts = body.prompts, body.prompts + 1
 
-    def note(result: Any, told: Mapping[int, dict[str, Any]] = MappingProxyType({})) -> Any:
+    def note(result: Any, told: dict[int, dict[str, Any]] | None = None) -> Any:
         """told: by output, what is said of items: vLLM drops it from outputs that it joins, where a reader is slow."""
         for output in result.outputs:
-            vars(output).update(told.get(output.index, {}))
+            vars(output).update((told or {}).get(output.index, {}))
             if fields := told_of(output):
                 body.items[prompt, output.index] = fields
         return result

@@ -44,8 +44,7 @@ class EngineLists(OneRequest):
 
     @asynccontextmanager
     async def room(self, spec: ListSpec, unfinished: Callable[[], int]) -> AsyncIterator[None]:
-        """Wait until there are beams for a list, first come, first served, and hold them. Those of the draft head take
-        no blocks.
+        """Wait until there are beams for a list, first come, first served, and hold them. A draft head needs none.
 
         A list's step is long: only as many are under way as their `Pace` allows, and after one the engine's other
         requests have as much time for themselves. unfinished: how many requests there are, of lists too.

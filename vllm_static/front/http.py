@@ -71,10 +71,9 @@ def _take_choice(given: dict[str, Any]) -> None:
         raise RefusedError("two constraints", f"{GUIDED} is an older word for {STRUCTURED}: give one of them")
     if structured is not None and not isinstance(structured, dict):  # vLLM would answer 500
         raise request_fields.wrong_type(f"{STRUCTURED} must be an object, not {shown(structured)}")
-    choice: dict[str, Any] = {}
-    request_fields.rename_guided(given, choice)
-    if choice:
-        given[STRUCTURED] = choice
+    if given.get(GUIDED) is not None:
+        given[STRUCTURED] = {}
+        request_fields.rename_guided(given, given[STRUCTURED])
     named = any(one.get(REFERENCE) is not None for one in (given, *request_fields.objects(given.get(XARGS))))
     http_bodies.body().brings_choice = brings = lost_fields.chooses(given.get(STRUCTURED))
     if named or brings or given.get(SLATE) is not None:

@@ -108,8 +108,7 @@ def _generate(
 async def _prepared(
     original: Callable[..., Any], client: Any, prepare: Any, params: Any, note: Callable[..., Any], **options: Any
 ) -> Any:
-    """Return the answers of a request, whose set or constraint is made first: for a large inline set it takes seconds.
-    options: of the request, for a list after its thought."""
+    """Yield a request's answers, once its set is made. options: of the request, for a list after its thought."""
     front_ends.follow(client)  # without a server nobody has begun to
     with refusals(params):
         params = requests.put(params, await prepare())

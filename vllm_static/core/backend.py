@@ -13,11 +13,8 @@ import torch
 from numpy.typing import NDArray
 from vllm.config import VllmConfig
 from vllm.v1.request import Request
-from vllm.v1.structured_output.backend_types import (
-    StructuredOutputBackend,
-    StructuredOutputGrammar,
-    StructuredOutputOptions,
-)
+from vllm.v1.structured_output import backend_types
+from vllm.v1.structured_output.backend_types import StructuredOutputOptions as Options
 from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 
 from itemset import ItemSetError
@@ -36,16 +33,12 @@ from itemset.serving.warm_up import compile_all
 from itemset.serving.wire import WIRE, SetRef, read
 from vllm_static import compat
 from vllm_static.compat import logger
-from vllm_static.core.device_path import DevicePath
+from vllm_static.core.device_path import RESIDENT, DevicePath
 
-_KINDS = {
-    StructuredOutputOptions.JSON: JSON,
-    StructuredOutputOptions.REGEX: REGEX,
-    StructuredOutputOptions.STRUCTURAL_TAG: TAG,
-}
+_KINDS = {Options.JSON: JSON, Options.REGEX: REGEX, Options.STRUCTURAL_TAG: TAG}
 
 
-class StaticGrammar(StructuredOutputGrammar):
+class StaticGrammar(backend_types.StructuredOutputGrammar):
     """One request's item set, or grammar with sets in it, as vLLM wants it (v1/structured_output/backend_types.py)."""
 
     def __init__(self, begin: Callable[[], HostState | Composite]) -> None:
@@ -78,7 +71,7 @@ class StaticGrammar(StructuredOutputGrammar):
         self.host.reset()
 
 
-class StaticBackend(StructuredOutputBackend):
+class StaticBackend(backend_types.StructuredOutputBackend):
     """Compiles item sets itself and hands JSON, regex, grammar and structural tags to xgrammar unchanged."""
 
     def __init__(self, vllm_config: VllmConfig, tokenizer: Any, vocab_size: int) -> None:
@@ -139,8 +132,8 @@ class StaticBackend(StructuredOutputBackend):
 
     def forget(self, request: Request) -> None:
         self.thinking.pop(request.request_id, None)
-        if self._device is not None:
-            self._device.release(request)
+        if (resident := vars(request).pop(RESIDENT, None)) is not None and self._device is not None:
+            self._device.plan.release(resident.number)  # its set may go when another needs the room
         carried = read(getattr(request.sampling_params, "extra_args", None))
         if carried is None or carried.item_set is None or request.status.name != "FINISHED_STOPPED":
             return  # only what has ended by itself is counted
@@ -158,18 +151,16 @@ class StaticBackend(StructuredOutputBackend):
         plan = None if self._device is None else self._device.plan
         return counts | {"arena": [0, 0] if plan is None else [plan.nbytes, plan.used]}
 
-    def compile_grammar(
-        self, request_type: StructuredOutputOptions, grammar_spec: str, stop_token_ids: set[int] | None = None
-    ) -> StructuredOutputGrammar:
+    def compile_grammar(self, request_type: Options, grammar_spec: str, stop_token_ids: set[int] | None = None) -> Any:
         stops = stop_token_ids or {self.tokenizer.eos_token_id}
         if grammar_spec.startswith(ENVELOPE):
             shared = self._grammars.get(grammar_spec, self._catalogue.__getitem__)
             return StaticGrammar(lambda: Composite(*shared.get(), stops))
-        is_grammar = request_type == StructuredOutputOptions.GRAMMAR
+        is_grammar = request_type == Options.GRAMMAR
         kind = compat.kind_of_grammar(grammar_spec) if is_grammar else _KINDS.get(request_type, "")
         if (listed := self._alternations.get(kind, grammar_spec)) is not None:
             return StaticGrammar(lambda: Composite(*listed, stops))
-        if request_type != StructuredOutputOptions.CHOICE:
+        if request_type != Options.CHOICE:
             return self._xgrammar.get().compile_grammar(request_type, grammar_spec, stop_token_ids=stop_token_ids)
         references = json.loads(grammar_spec)
         if len(references) != 1:

@@ -51,12 +51,6 @@ class DevicePath(Devices):
         compat.make_ordinary(request, {**params.extra_args, WIRE: carried.but(place=place)})
         return True
 
-    def release(self, request: Any) -> None:
-        """The request has ended; its set may go when another needs the room."""
-        resident = vars(request).pop(RESIDENT, None)
-        if resident is not None:
-            self.plan.release(resident.number)
-
     def advance(self, engine: Any, message: Prepare, opened: Opened | str | None) -> list[Stage | str]:
         if isinstance(opened, str):
             return [opened]

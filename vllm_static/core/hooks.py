@@ -32,9 +32,7 @@ def _initialize_kv_caches(original: Callable[..., Any], self: Any, vllm_config: 
     self.static_backend = backend = make_backend(vllm_config)
 
     def figures() -> Any:
-        steps: list[dict[str, int]] = [{}]
-        if compat.on_device_path(vllm_config):
-            steps = self.model_executor.collective_rpc(sampled_steps)
+        steps = self.model_executor.collective_rpc(sampled_steps) if compat.on_device_path(vllm_config) else [{}]
         return backend.figures() | {"sampled_steps": max(steps, key=len)}
 
     setattr(self, ENGINE_METHOD, figures)  # for /metrics
@@ -52,11 +50,10 @@ def _grammar_init(original: Callable[..., Any], self: Any, request: Any) -> None
     if backend.admit(self, request):
         return
     params = request.structured_output_request.params
+    threads = backend.threads(params.grammar)
     if params.choice is not None:
         compat.without_thread_pool(original, self)
-        return
-    threads = backend.threads(params.grammar)
-    if threads is not None and self._use_async_grammar_compilation:
+    elif threads is not None and self._use_async_grammar_compilation:
         compat.compile_on(threads, self, request)
     else:
         original()

@@ -166,8 +166,7 @@ def test_flags_end_up_in_vllms_own_configuration():
 
 def test_fields_that_vllm_allows_with_xgrammars_name_alone():
     plugin.register()
-    config = StructuredOutputsConfig(backend="static", disable_any_whitespace=True)
-    assert compat.xgrammar_config(config).disable_any_whitespace
+    assert StructuredOutputsConfig(backend="static", disable_any_whitespace=True).disable_any_whitespace
     for backend, field in (("outlines", "disable_any_whitespace"), ("static", "disable_additional_properties")):
         with pytest.raises(ValueError, match=f"{field} is only supported"):
             StructuredOutputsConfig(backend=backend, **{field: True})

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import copy
-import dataclasses
 import importlib.util
 import logging
 from collections.abc import Callable, Sequence
@@ -47,11 +46,6 @@ def install(*times: str) -> None:
 def is_ours(vllm_config: Any) -> bool:
     """Return whether an engine takes our backend: then the hooks of this process run."""
     return hook.choose(vllm_config.structured_outputs_config.backend == BACKEND)
-
-
-def xgrammar_config(structured: Any) -> Any:
-    """Return the same structured-outputs configuration with xgrammar as its backend."""
-    return dataclasses.replace(structured, backend="xgrammar")
 
 
 def of_our_backend(structured: Any) -> Any:

@@ -39,7 +39,7 @@ def _add_backend_name(structured: Any) -> None:
 def _validate(validate: Callable[[Any], Any], structured: Any) -> Any:
     if structured.backend == BACKEND:
         hook.ask()
-        compat.xgrammar_config(structured)  # which judges the other fields
+        dataclasses.replace(structured, backend="xgrammar")  # which judges the other fields
         return structured
     return validate(structured)
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import aclosing
 from functools import partial
@@ -35,7 +36,7 @@ def _input_processor_init(original: Callable[..., Any], self: Any, vllm_config: 
     self.static_front_end = None
     if compat.is_ours(vllm_config):
         # Knows the built-in backends only: constraints without sets are validated as xgrammar's.
-        self.structured_outputs_config = compat.xgrammar_config(self.structured_outputs_config)
+        self.structured_outputs_config = dataclasses.replace(self.structured_outputs_config, backend="xgrammar")
         with start_up():
             if self.tokenizer is None:
                 raise ValueError("the static backend needs the model's tokenizer: leave out skip_tokenizer_init")

@@ -4,7 +4,6 @@ import copy
 import json
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import Executor
 from functools import partial
 from typing import Any
 
@@ -86,7 +85,7 @@ class StaticBackend(backend_types.StructuredOutputBackend):
         self.preparer = Preparer(self._catalogue, logger, self._device)
         self.thinking: dict[str, Any] = {}  # by request: a `thoughts.Thinking`
         vocabulary = Once(partial(compat.vocabulary_of, vllm_config, tokenizer)).get
-        self._grammars = Grammars(vocabulary)
+        self.grammars = Grammars(vocabulary)
         options = compat.json_options(vllm_config)
         self._alternations = LongAlternations(vocabulary, tokenizer, config.inline_enum_size, options, logger)
         self._xgrammar = Once(partial(XgrammarBackend, vllm_config, tokenizer, vocab_size))
@@ -126,10 +125,6 @@ class StaticBackend(backend_types.StructuredOutputBackend):
         params.extra_args = {key: value for key, value in params.extra_args.items() if key != WIRE}
         self._figures["by_path"]["host"] += 1
 
-    def threads(self, grammar: str | None) -> Executor | None:
-        """Return where a request's grammar is compiled; None where vLLM compiles it."""
-        return self._grammars.threads(grammar) if grammar and grammar.startswith(ENVELOPE) else None
-
     def forget(self, request: Request) -> None:
         self.thinking.pop(request.request_id, None)
         if (resident := vars(request).pop(RESIDENT, None)) is not None and self._device is not None:
@@ -154,7 +149,7 @@ class StaticBackend(backend_types.StructuredOutputBackend):
     def compile_grammar(self, request_type: Options, grammar_spec: str, stop_token_ids: set[int] | None = None) -> Any:
         stops = stop_token_ids or {self.tokenizer.eos_token_id}
         if grammar_spec.startswith(ENVELOPE):
-            shared = self._grammars.get(grammar_spec, self._catalogue.__getitem__)
+            shared = self.grammars.get(grammar_spec, self._catalogue.__getitem__)
             return StaticGrammar(lambda: Composite(*shared.get(), stops))
         is_grammar = request_type == Options.GRAMMAR
         kind = compat.kind_of_grammar(grammar_spec) if is_grammar else _KINDS.get(request_type, "")

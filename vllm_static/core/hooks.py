@@ -50,7 +50,7 @@ def _grammar_init(original: Callable[..., Any], self: Any, request: Any) -> None
     if backend.admit(self, request):
         return
     params = request.structured_output_request.params
-    threads = backend.threads(params.grammar)
+    threads = backend.grammars.threads(params.grammar)
     if params.choice is not None:
         compat.without_thread_pool(original, self)
     elif threads is not None and self._use_async_grammar_compilation:

@@ -46,10 +46,10 @@ class Grammars:
         self._items: WeakValueDictionary[str, Items] = WeakValueDictionary()
         self._shared: WeakValueDictionary[str, Once[Compiled]] = WeakValueDictionary()
 
-    def threads(self, spec: str) -> ThreadPoolExecutor | None:
+    def threads(self, spec: str | None) -> ThreadPoolExecutor | None:
         """Return where a constraint is compiled that may take xgrammar long: it waits for its like alone. None for a
-        small one, which the engine's own threads compile."""
-        return self._large if len(spec) > SMALL else None
+        small one, and for any other grammar: the engine's own threads compile these."""
+        return self._large if spec and spec.startswith(ENVELOPE) and len(spec) > SMALL else None
 
     def get(self, spec: str, sets: Sets) -> Once[Compiled]:
         """Return the grammar of a constraint, compiled once for all requests that hold it at a time.

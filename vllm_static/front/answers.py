@@ -31,8 +31,7 @@ def add_request(original: Callable[..., Any], self: Any, request: Any, parent_re
     """Store what the request's answers are read with, and let their items be decoded as texts of their own."""
     original()
     expecting = getattr((parent_req or request).sampling_params, EXPECTED, None)
-    if expecting is not None and request.request_id in self.request_states:
-        state = self.request_states[request.request_id]
+    if expecting is not None and (state := self.request_states.get(request.request_id)) is not None:
         setattr(state, EXPECTED, expecting(request))
         decode_items(state, self.tokenizer, request, getattr(state, EXPECTED)[0])
 

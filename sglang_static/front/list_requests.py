@@ -1,9 +1,8 @@
-"""Ranked lists and draws: the best items of a set, or some that are drawn, in place of SGLang's beam search where a
-request has one.
+"""Ranked lists and draws, in place of SGLang's beam search if a request has a set.
 
 SGLang's own takes its candidates before the sampler masks them, and refuses grammars. Most lists and draws are one
-request, whose candidates come from the set (`step_lists`). For the others, and to end what that leaves undecided, each
-round is a batch of ordinary requests that score chosen tokens of a prompt (`token_ids_logprob`, `logprob_start_len`).
+request, whose candidates come from the set (`scheduler.lists`). For the others, and to end what that leaves undecided,
+each round is a batch of ordinary requests that score chosen tokens (`token_ids_logprob`, `logprob_start_len`).
 """
 
 import asyncio
@@ -30,26 +29,23 @@ from itemset.serving.wire import EngineRequest, ListResult, NoList, Tokens
 from sglang_static.front.request import CARRIED, given_prompts
 
 AFTER = 5  # of the context: SGLang takes prompts shorter than that (managers/tp_worker.py, max_req_input_len)
-_OF_DRAWS = ("draw", "exact", "explored", "weight", "accepted", "candidates", "open")
-_OF_KEYS = ("key", "keys", "attributes", "keys_attributes")
-_IN_ITEM = ("rank", "logprob", *_OF_KEYS, "proven", *_OF_DRAWS, "passes", "rounds", "item_set_version")
 Generate = Callable[..., AsyncGenerator[Any, None]]
+Entries = list[dict[str, Any]]  # what an answer says of each of its items
 
 
 async def ranked(generate: Generate, manager: Any, request: Any, http_request: Any) -> AsyncGenerator[Any, None]:
     """Yield what `TokenizerManager.generate_request` answers with lists or draws: a dict for one prompt, or a list."""
     body().begin(thinks=False)
     prompts, single = given_prompts(request)
+    prompts = [prompts] if single else prompts
+    params, loras = (
+        given if isinstance(given, list) else [given] * len(prompts)
+        for given in (request.sampling_params, request.lora_path)
+    )
 
-    async def one(i: int, prompt: str | list[int]) -> dict[str, Any]:
-        params = request.sampling_params if isinstance(request.sampling_params, dict) else request.sampling_params[i]
-        encode = manager.static_front_end.encode  # a long text would hold up all other requests
-        tokens = await asyncio.to_thread(encode, prompt) if isinstance(prompt, str) else list(prompt)
-        lora = request.lora_path[i] if isinstance(request.lora_path, list) else request.lora_path
-        return await _one(generate, manager, lora, request, params, tokens)
-
-    async def each() -> list[dict[str, Any]]:
-        tasks = [asyncio.ensure_future(one(i, prompt)) for i, prompt in enumerate([prompts] if single else prompts)]
+    async def each() -> list[tuple[dict[str, Any], Entries]]:
+        given = zip(loras, params, prompts, strict=True)
+        tasks = [asyncio.ensure_future(_one(generate, manager, request, *one)) for one in given]
         try:
             return await asyncio.gather(*tasks)
         finally:  # one that fails ends the others
@@ -57,20 +53,19 @@ async def ranked(generate: Generate, manager: Any, request: Any, http_request: A
                 task.cancel()
 
     # SGLang looks for the client only every four seconds of a request that was tokenized (_wait_one_response).
-    answers = await while_connected(each(), http_request)
-    given = request.sampling_params if isinstance(request.sampling_params, dict) else request.sampling_params[0]
-    if (body().fields or {}).get(BEAMS) or wants_candidates(given):  # an OpenAI endpoint wants an answer a choice
-        items = [one for answer in answers for one in answer["meta_info"]["beam_results"]]
-        for info in (one["meta_info"] for one in items):
-            if "sequence_score" in info:
-                score = {"score" if "rank" in info else "logprob": info["sequence_score"]}
-                info["item"] = score | {name: info[name] for name in _IN_ITEM if name in info}
-        yield items
+    made = await while_connected(each(), http_request)
+    if (body().fields or {}).get(BEAMS) or wants_candidates(params[0]):  # an OpenAI endpoint wants an answer a choice
+        choices = []
+        for answer, entries in made:
+            choices += answer["meta_info"]["beam_results"]
+            for choice, entry in zip(answer["meta_info"]["beam_results"], entries, strict=False):  # none if aborted
+                choice["meta_info"]["item"] = entry
+        yield choices
     else:
-        yield answers[0] if single else answers
+        yield made[0][0] if single else [answer for answer, _ in made]
 
 
-async def after_thought(manager: Any, request: Any, asked: Any) -> list[dict[str, Any]] | None:
+async def after_thought(manager: Any, request: Any, asked: Any) -> Entries | None:
     """Return what an answer says of the list after its thought, whose KV is in the prefix cache; None if that was
     aborted.
 
@@ -79,26 +74,26 @@ async def after_thought(manager: Any, request: Any, asked: Any) -> list[dict[str
     params = {**request.sampling_params, REFERENCE: asked, "max_new_tokens": None}
     given, prompt = copy.copy(request), [*asked.ended.prompt, *asked.ended.tokens]
     given.stream = given.return_logprob = False
-    answer = await _one(manager.generate_request, manager, request.lora_path, given, params, prompt)
-    made = [one | one["meta_info"] for one in answer["meta_info"]["beam_results"] if "rank" in one["meta_info"]]
-    words = (*_IN_ITEM, LOGPROBS, "text")
-    return [
-        {"score": one["sequence_score"], **{word: one[word] for word in words if word in one}} for one in made
-    ] or None
+    answer, entries = await _one(manager.generate_request, manager, given, request.lora_path, params, prompt)
+    for one, entry in zip(answer["meta_info"]["beam_results"], entries, strict=False):
+        entry |= {name: one["meta_info"][name] for name in (LOGPROBS,) if name in one["meta_info"]}
+        entry["text"] = one["text"]
+    return entries or None
 
 
 async def _one(
-    generate: Generate, manager: Any, lora: str | None, request: Any, params: dict[str, Any], prompt: list[int]
-) -> dict[str, Any]:
-    front_end, tokenizer = manager.static_front_end, manager.tokenizer
-    asked = params[REFERENCE]
+    generate: Generate, manager: Any, request: Any, lora: str | None, params: dict[str, Any], given: str | list[int]
+) -> tuple[dict[str, Any], Entries]:
+    """Return the answer to one prompt, and what it says of each item: of none if the engine has aborted it."""
+    front_end, tokenizer, asked = manager.static_front_end, manager.tokenizer, params[REFERENCE]
+    # A long text would hold up all other requests.
+    prompt = await asyncio.to_thread(front_end.encode, given) if isinstance(given, str) else list(given)
     if request.stream or request.return_logprob:
         what = "a ranked list has" if isinstance(asked.several, ListOptions) else "draws have"
         raise RefusedError("beam search", f"{what} no stream and no logprobs of single tokens: leave them out")
     end, ask = tokenizer.eos_token_id, partial(_ask, generate, lora, set(), prompt)
     begin = partial(front_end.list_job, asked, lora, prompt_tokens=len(prompt))
-    begun = asked.ended.jobs if asked.ended is not None else []
-    job = begun.pop() if begun else await asyncio.to_thread(begin)  # the set's tokens may have to be looked through
+    job = await asyncio.to_thread(begin)  # the set's tokens may have to be looked through
     said, texts, special = dict[str, Any](), dict[Tokens, str](), frozenset(getattr(tokenizer, "all_special_ids", ()))
 
     def read(one: Pass, output: dict[str, Any]) -> Answer:
@@ -119,13 +114,14 @@ async def _one(
     except AbortedError as error:
         info = {"finish_reason": error.args[0]}
         none = {"output_ids": [], "text": "", "meta_info": info}
-        return {**none, "meta_info": {**info, "beam_results": [none] * asked.wanted}}
-    results: list[dict[str, Any]] = []
+        return {**none, "meta_info": {**info, "beam_results": [none] * asked.wanted}}, []
+    # What SGLang says of any answer, such as the version of the weights, is that of the last pass.
+    common = {name: value for name, value in said.items() if "logprob" not in name}
+    results, entries = list[dict[str, Any]](), Entries()
     async for part in front_end.lists.entries(best, job.item_set, job.of_set, job.names):
         for item, entry in part:
             ids = [*item.tokens, end]
-            # What SGLang says of any answer, such as the version of the weights, is that of the last pass.
-            said_of_item = {name: value for name, value in said.items() if "logprob" not in name} | {
+            said_of_item = common | {
                 "id": request.rid if isinstance(request.rid, str) else uuid.uuid4().hex,
                 "prompt_tokens": len(prompt),
                 "completion_tokens": len(ids),
@@ -138,14 +134,15 @@ async def _one(
             text = texts.get(item.tokens) if special.isdisjoint(item.tokens) else None
             text = text or tokenizer.decode(item.tokens, skip_special_tokens=False)
             results.append({"output_ids": ids, "text": text, "meta_info": said_of_item})
+            entries.append(entry)
     first = results[0]
     counts = {"completion_tokens": sum(len(one["output_ids"]) for one in results)}
-    return {**first, "meta_info": {**first["meta_info"], **counts, "beam_results": results}}
+    return {**first, "meta_info": {**first["meta_info"], **counts, "beam_results": results}}, entries
 
 
 async def _in_one_request(
-    generate: Callable[..., AsyncGenerator[Any, None]], manager: Any, prompt: list[int], carried: EngineRequest
-) -> tuple[ListResult, dict[Tokens, str], dict[str, Any]]:  # fmt: skip
+    generate: Generate, manager: Any, prompt: list[int], carried: EngineRequest
+) -> tuple[ListResult, dict[Tokens, str], dict[str, Any]]:
     """Return what the engine has made, the items' texts by their tokens, and what SGLang says of any answer. Cancelled,
     it takes the request back."""
     request = GenerateReqInput(
@@ -155,11 +152,8 @@ async def _in_one_request(
         log_metrics=False,
     )
     setattr(request, CARRIED, carried)
-    output: dict[str, Any] = {}
     try:
-        with no_body():
-            async for part in generate(obj=request, request=None):
-                output = part
+        info = (await _output(generate, request))["meta_info"]
     except asyncio.CancelledError:
         manager.abort_request(request.rid)
         raise
@@ -170,7 +164,6 @@ async def _in_one_request(
             raise error from None
     except HTTPException as error:  # the KV cache was full
         return ListResult(reason=NoList.NO_ROOM_NOW, detail=str(error.detail)), {}, {}
-    info = _unless_aborted(output)["meta_info"]
     if (results := info.pop("beam_results", None)) is None:
         return ListResult(reason=NoList.NO_ROOM_NOW, detail=str(info.get("finish_reason"))), {}, {}
     texts, items, totals = dict[Tokens, str](), list[tuple[Tokens, float]](), list[int]()
@@ -200,17 +193,19 @@ async def _ask(
         lora_path=lora,
         log_metrics=False,
     )
-    output: dict[str, Any] = {}
-    with no_body():
-        async for part in generate(obj=asked, request=None):
-            output = part
+    output = await _output(generate, asked)
     loaded.add(asked.lora_id)
     if len(loaded) > 1:
         raise RefusedError("beam search", f"the adapter {lora!r} was loaded anew while this list was made: ask again")
-    return _unless_aborted(output)
+    return output
 
 
-def _unless_aborted(output: dict[str, Any]) -> dict[str, Any]:
+async def _output(generate: Generate, request: GenerateReqInput) -> dict[str, Any]:
+    """Return SGLang's answer to a request of our own. Raises AbortedError if it was aborted."""
+    output: dict[str, Any] = {}
+    with no_body():
+        async for part in generate(obj=request, request=None):
+            output = part
     if (reason := output["meta_info"]["finish_reason"])["type"] == "abort":
         raise AbortedError(reason)
     return output

@@ -88,8 +88,7 @@ class RankedList:
         self.prompt, self._embedded = _tokens_of(given), "prompt_embeds" in given
         self.lora, self.priority = lora, priority
         self.table = asked.ended and asked.ended.table
-        begun = asked.ended.jobs if asked.ended is not None else []
-        self.job = begun.pop() if begun else front_end.list_job(asked, prompt_tokens=len(self.prompt))
+        self.job = front_end.list_job(asked, prompt_tokens=len(self.prompt))
         self.search = self.job.search
         self.whole_prompt = given if self._embedded else _rendered([*self.prompt, *self.job.placeholders])
         if self._embedded and (self.job.carried is None or self.job.placeholders):

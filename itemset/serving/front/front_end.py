@@ -163,11 +163,13 @@ class FrontEndBase:
         return EngineRequest(grammar=grammar.spec(), sets=[one.ref for one in sets])
 
     def begin_list(self, asked: ItemRequest, *, prompt_tokens: int, after: int, reasons: Mapping[str, bool]) -> ListJob:
-        """Begin a request's ranked list or draws. Counts it.
+        """Begin a request's ranked list or draws, and count it; return what has begun with a thought that has ended.
 
         after: context tokens that must stay free after an item. reasons: see `OneRequest.spec`. Raises RefusedError if
         the list may not be so long, or an item has no room in the context, and as `Checks.made` does.
         """
+        if asked.ended is not None and asked.ended.jobs:
+            return asked.ended.jobs.pop()
         made, placeholders, options = self.checks.made(asked), Tokens(), asked.several
         assert options is not None
         listed, end_token = options, self._tokenizer.eos_token_id

@@ -7,6 +7,7 @@ has to be rolled back. What drafts may be recorded in SGLang's CUDA graphs, so i
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,20 +56,18 @@ class _Drafting:
     """One phase of a draft model: which requests it drafts for, and where each row stands in its request's set. The
     rows are the requests, and then the branches of their trees."""
 
-    def __init__(self, sampler: ItemSetSampler, worker: Any, slots: Tensor, *, steps: bool) -> None:
-        """steps: whether each pass drafts one token more, after what the pass before it has drafted."""
-        self._sampler, self._steps, self._hot = sampler, steps, worker.hot_token_id
-        self._slots = slots.long()
+    def __init__(self, sampler: ItemSetSampler, worker: Any, slots: Tensor) -> None:
+        self._sampler, self._hot, self._slots = sampler, worker.hot_token_id, slots.long()
         self._states = sampler.committed(self._slots)
 
     def mask(self, logits: Tensor, fed: Tensor | None) -> None:
-        """Mask draft logits, [rows, draft vocabulary], in place. fed: [rows], with steps, the drafts before them."""
+        """Mask draft logits, [rows, draft vocabulary], in place. fed: [rows], the drafts of the pass before, if any."""
         rows, requests = len(logits), len(self._slots)
         if not rows or rows % requests:
             return
         slots = self._slots.repeat_interleave(rows // requests)
         states = self._states.repeat_interleave(rows // len(self._states))
-        if self._steps and fed is not None:
+        if fed is not None:
             self._states = states = self._sampler.advance(states, fed, slots)
         if self._hot is None:
             self._sampler.slots.mask(states, slots, logits)
@@ -100,38 +99,32 @@ _stepping: list[_Drafting] = []  # the phase whose steps run
 
 @contextlib.contextmanager
 def _drafting(worker: Any, slots: Tensor, *, steps: bool) -> Iterator[None]:
-    """Mask the logits of a worker's draft model meanwhile, also of a replayed CUDA graph, which has a row a request."""
+    """Mask the logits of a worker's draft model meanwhile, also of a replayed CUDA graph, which has a row a request.
+
+    steps: whether each pass drafts one token more, after what the pass before it has drafted."""
     sampler = masks.current()
     if sampler is None:
         yield
         return
-    phase = _Drafting(sampler, worker, slots, steps=steps)
+    phase = _Drafting(sampler, worker, slots)
     _stepping[:] = [phase] if steps else []
-    runner, graphs = worker.draft_runner, getattr(worker, "cuda_graph_runner_for_draft_extend", None)
-    forward, replay = runner.forward, getattr(graphs, "execute", None)
 
-    def masked(forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
-        fed = forward_batch.input_ids  # SGLang may pad them
-        result = forward(forward_batch, *args, **kwargs)
-        phase.mask(result.logits_output.next_token_logits, fed)
+    def masked(run: Callable[..., Any], forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        fed = forward_batch.input_ids if steps else None  # SGLang may pad them
+        result = run(forward_batch, *args, **kwargs)
+        phase.mask(getattr(result, "logits_output", result).next_token_logits, fed)  # a graph gives no more
         return result
 
-    def replayed(*args: Any, **kwargs: Any) -> Any:
-        assert replay is not None
-        output = replay(*args, **kwargs)
-        phase.mask(output.next_token_logits, None)
-        return output
-
-    runner.forward = masked
-    if graphs is not None:
-        graphs.execute = replayed
+    graphs = getattr(worker, "cuda_graph_runner_for_draft_extend", None)
+    ways = [(worker.draft_runner, "forward"), *([(graphs, "execute")] if graphs is not None else [])]
+    for runner, name in ways:
+        setattr(runner, name, partial(masked, getattr(runner, name)))
     try:
         yield
     finally:
         _stepping.clear()
-        del runner.forward
-        if graphs is not None:
-            del graphs.execute
+        for runner, name in ways:
+            delattr(runner, name)
 
 
 @hook("sglang.srt.speculative.eagle_worker_v2:EagleDraftWorker.draft_forward")

@@ -271,7 +271,7 @@ def test_a_tree_has_illegal_drafts_only_for_want_of_others(sampler_of, seed):
     random, topk, steps = np.random.default_rng(seed), 1 + seed % 3, 4
     items = [random.integers(0, 4, random.integers(1, 7)).tolist() for _ in range(30)]
     sampler, slots, worker = sampler_of(items), torch.tensor([4, 1, 2]), SimpleNamespace(hot_token_id=None)
-    first, phase = (_Drafting(sampler, worker, slots, steps=steps) for steps in (False, True))
+    first, phase = (_Drafting(sampler, worker, slots) for _ in range(2))
 
     def drawn(phase: _Drafting, rows: int, fed: torch.Tensor | None) -> Any:
         logits = torch.randn(rows, VOCABULARY)
@@ -305,7 +305,7 @@ def test_a_draft_vocabulary_has_the_mask_of_its_tokens(sampler_of):
     sampler.slots.assign(torch.tensor([1]), torch.tensor([sampler.arena.acquire(itemset.build([[9]]))]), marks_of(1))
     hot = torch.tensor([40, 5, 2, 63, 1])
     logits = torch.ones(len(slots), len(hot))
-    _Drafting(sampler, SimpleNamespace(hot_token_id=hot), slots, steps=False).mask(logits, None)
+    _Drafting(sampler, SimpleNamespace(hot_token_id=hot), slots).mask(logits, None)
     masked = {1: [MASKED] * 5, 3: [1.0] * 5}
     expected = [masked.get(slot, [MASKED, 1, MASKED, MASKED, 1]) for slot in slots.tolist()]
     assert torch.equal(logits, torch.tensor(expected))

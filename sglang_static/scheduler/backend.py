@@ -13,7 +13,7 @@ from itemset import ItemSet, ItemSetError
 from itemset.embedded.composite_grammar import Composite
 from itemset.embedded.holes import Once, Vocabulary
 from itemset.embedded.placement import EBNF
-from itemset.masking.arena import ArenaFullError, Place
+from itemset.masking.arena import ArenaFullError
 from itemset.masking.host import HostState
 from itemset.masking.slots import MAX_STOP_TOKENS
 from itemset.serving.catalogue import Catalogue
@@ -75,14 +75,14 @@ class StaticBackend:
 
     def __init__(self, vocabulary: Callable[[], Vocabulary], tokenizer: Any) -> None:
         """Open the registered sets; raises ItemSetError as `itemset.load` does. vocabulary: makes the model's."""
-        self._sampler = sampler = masks.current()
-        self._catalogue = Catalogue(StaticConfig.of(compat.options())) if sampler is None else sampler.catalogue
+        config, sampler = StaticConfig.of(compat.options()), masks.current()
+        self._catalogue = Catalogue(config) if sampler is None else sampler.catalogue
         self._plan = None if sampler is None else sampler.arena.plan
         self._figures = SchedulerFigures(self._plan, counted=compat.counts_requests())
         self.preparer = Preparer(self._catalogue, logger, RankDevices(sampler))
         self._grammars = Grammars(vocabulary)
-        least, options = StaticConfig.of(compat.options()).inline_enum_size, compat.json_options()
-        self._alternations = LongAlternations(vocabulary, tokenizer, least, options, logger)
+        options = compat.json_options()
+        self._alternations = LongAlternations(vocabulary, tokenizer, config.inline_enum_size, options, logger)
         compile_all()
 
     def admit(self, manager: Any, request: Any) -> bool | None:
@@ -132,8 +132,7 @@ class StaticBackend:
             return False
         # A request ends in many places of SGLang; that nothing holds on to it any more is the one sign of them all.
         weakref.finalize(request, self._figures.released, resident.number)
-        place = Place(resident.number, resident.start, resident.digest, start, resident.below)
-        request.item_set = masks.Admitted(item_set, place, tuple(sorted(stops)))
+        request.item_set = masks.Admitted(item_set, resident, [start, *sorted(stops)])
         return True
 
     def _admit_holes(self, manager: Any, request: Any, carried: EngineRequest) -> bool:

@@ -1,7 +1,7 @@
 """Item sets inside SGLang's sampler: the state of each request slot, and the mask of each logits row."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from itemset.item_set import ItemSet
-from itemset.masking.arena import Arena, Place, check_tables
+from itemset.masking.arena import Arena, Resident, check_tables
 from itemset.masking.arena_plan import Holdings
 from itemset.masking.batch import LOCAL, STATE, TREE, Batch
 from itemset.masking.slots import MAX_STOP_TOKENS, NO_SET, Slots, as_table
@@ -37,11 +37,11 @@ def current() -> "ItemSetSampler | None":
 
 
 class Admitted(NamedTuple):
-    """What the sampler must know of a request."""
+    """What the sampler must know of a request. marks: as a row of `Slots.marks`."""
 
     item_set: ItemSet
-    place: Place
-    stop_tokens: tuple[int, ...]
+    resident: Resident
+    marks: Sequence[int]
 
 
 class ItemSetSampler:
@@ -117,7 +117,7 @@ class ItemSetSampler:
 
     def numbers(self, batch: Any) -> list[int]:
         """Return the sets of the batch's requests that take the device path."""
-        return [request.item_set.place.number for request in batch.reqs if hasattr(request, "item_set")]
+        return [request.item_set.resident.number for request in batch.reqs if hasattr(request, "item_set")]
 
     def mask(self, info: Any, logits: Tensor) -> None:
         """Mask the rows of a step that `stage` has noted, in place. logits: [rows, vocabulary]."""
@@ -201,10 +201,9 @@ class ItemSetSampler:
         for request in requests:
             slot, admitted = request.kv.req_pool_idx, getattr(request, "item_set", None)
             if admitted is not None:
-                place = admitted.place
+                place = admitted.resident
                 self.arena.place(admitted.item_set, place.number, place.start, place.below)
-                marks = [place.begins_after, *admitted.stop_tokens]
-                rows.append([slot, len(request.origin_input_ids), place.number, *marks])
+                rows.append([slot, len(request.origin_input_ids), place.number, *admitted.marks])
                 outputs.append(list(request.output_ids))
             elif self._constrained[slot]:
                 rows.append([slot, 0, NO_SET])

@@ -101,7 +101,8 @@ _stepping: list[_Drafting] = []  # the phase whose steps run
 def _drafting(worker: Any, slots: Tensor, *, steps: bool) -> Iterator[None]:
     """Mask the logits of a worker's draft model meanwhile, also of a replayed CUDA graph, which has a row a request.
 
-    steps: whether each pass drafts one token more, after what the pass before it has drafted."""
+    steps: whether each pass drafts one token more, after what the pass before it has drafted.
+    """
     sampler = masks.current()
     if sampler is None:
         yield

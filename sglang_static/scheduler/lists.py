@@ -24,7 +24,7 @@ from itemset.ranking.lockstep import Lockstep, rows_of_passes
 from itemset.serving.hooks import require
 from itemset.serving.wire import ListResult, ListSpec, NoList, read
 from sglang_static.scheduler import masks
-from sglang_static.scheduler.masks import ItemSetSampler, receive_request
+from sglang_static.scheduler.masks import ItemSetSampler, moved, receive_request
 from sglang_static.scheduler.turns import WHOLE, is_list, promised_rows
 
 MOST_PASSES = 32  # of a list: rounds read a long tail in one request
@@ -206,7 +206,7 @@ class ItemGroup(BeamGroup):
         options: dict[str, Any] = {"width": spec.width, "k": spec.k, "end_token": spec.scored_end, "boost": spec.boost}
         options["normalise_length"] = spec.normalise_length
         if spec.races:
-            options |= {"keys": sampler.moved(torch.tensor(spec.races)), "temperature": spec.temperature}
+            options |= {"keys": moved(spec.races, self._device), "temperature": spec.temperature}
         numbers = [place.number] * max(1, len(spec.races))
         self._beams = Lockstep(sampler.arena, numbers, item_set.level_plan, renormalised=spec.renormalised, **options)
         return self._beams

@@ -97,7 +97,7 @@ class ItemSetSampler:
             self.slots.forced(states, nobody, nobody.new_zeros(1, drafts - 1), guess=True)
 
     def stage(self, batch: Any) -> None:
-        """Before a forward pass: begin the items of prefilled requests, and note for `mask` the sets and the rows."""
+        """Before a forward pass: begin the items of prefilled requests, and note the sets and rows to be masked."""
         mode, info = batch.forward_mode, batch.sampling_info
         if info is not None:
             info.item_sets = None  # without the overlap scheduler, SGLang keeps the object from step to step
@@ -108,23 +108,18 @@ class ItemSetSampler:
             return
         if info is not None and (numbers := self.numbers(batch)):
             rows = len(batch.reqs)  # after which a beam search may have more, whose logits are not masked
-            ends = slice(rows) if mode.is_decode() else self.moved(torch.tensor(batch.extend_lens).cumsum(0) - 1)
-            last, slots = batch.input_ids.long()[ends], batch.req_pool_indices[:rows].long()
+            slots, last = batch.req_pool_indices[:rows].long(), slice(rows)
+            if not mode.is_decode():
+                last = moved(torch.tensor(batch.extend_lens).cumsum(0) - 1, slots.device)
             # Tokens sampled so far, the last input token included: none before a prefill of a new request.
             so_far = (batch.seq_lens[:rows] - self._prompt[slots]).clamp(min=0)
             # Of each request's input, the history holds the last token alone.
-            info.item_sets = numbers, Batch(slots, last.view(rows, 1), 1 - so_far, self._one[:rows], by_slot=False)
+            history = batch.input_ids.long()[last].view(rows, 1)
+            info.item_sets = numbers, Batch(slots, history, 1 - so_far, self._one[:rows], by_slot=False)
 
     def numbers(self, batch: Any) -> list[int]:
         """Return the sets of the batch's requests that take the device path."""
         return [request.item_set.resident.number for request in batch.reqs if hasattr(request, "item_set")]
-
-    def mask(self, info: Any, logits: Tensor) -> None:
-        """Mask the rows of a step that `stage` has noted, in place. logits: [rows, vocabulary]."""
-        if (noted := getattr(info, "item_sets", None)) is not None:
-            numbers, batch = noted
-            self.arena.use(numbers)
-            self.slots.step(batch, logits)
 
     def tree_mask(self, verify: Any, batch: Any, other: Any) -> Any:
         """Return the mask of the rows of draft chains or trees, [requests x drafts], for verification: as SGLang's
@@ -169,7 +164,7 @@ class ItemSetSampler:
             return
         self.arena.use(numbers)
         slots, nodes = batch.req_pool_indices.long(), drafts.view(len(batch.reqs), -1)
-        begin, last = self._prompt[slots] - batch.seq_lens, self.moved(nodes[:, :1])
+        begin, last = self._prompt[slots] - batch.seq_lens, moved(nodes[:, :1], self.arena.device)
         states = self.slots.walk(Batch(slots, last, begin, self._one[: len(slots)], by_slot=False))
         chains = last.new_full((len(nodes), nodes.shape[1] - 1), -1)
         self.slots.forced(states, slots, chains, guess=True)
@@ -212,7 +207,7 @@ class ItemSetSampler:
         if not rows:
             return
         # Each row of the moved table has a stride of 1.
-        table = self.moved(as_table(rows, 4 + MAX_STOP_TOKENS).long().T.contiguous())
+        table = moved(as_table(rows, 4 + MAX_STOP_TOKENS).long().T.contiguous(), self.arena.device)
         slots, prompts, numbers = table[:3]
         self._prompt.index_copy_(0, slots, prompts)
         self.slots.assign(slots, numbers, table[3:].T)
@@ -220,14 +215,15 @@ class ItemSetSampler:
         if (most := max(lengths)) > 0:
             self.arena.use([row[2] for row in rows])
             padded = [token for output in outputs for token in output + [0] * (most - len(output))]
-            end, history = self.moved(torch.tensor(lengths + padded)).tensor_split([len(outputs)])
+            end, history = moved(lengths + padded, self.arena.device).tensor_split([len(outputs)])
             begin = torch.zeros_like(end)
             self.slots.walk(Batch(slots, history.view(-1, most), begin, end, by_slot=False))
 
-    def moved(self, table: Tensor) -> Tensor:
-        """On the device, without waiting for it."""
-        device = self.arena.device
-        return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device)
+
+def moved(table: Tensor | Sequence[int], device: torch.device) -> Tensor:
+    """Return integers on the device, without waiting for it."""
+    table = torch.as_tensor(table)
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device)
 
 
 def parents_of(first_child: Tensor, next_sibling: Tensor) -> Tensor:
@@ -268,8 +264,10 @@ def receive_request(catalogue: Catalogue, custom: dict[str, Any]) -> tuple[Engin
 def preprocess_logits(original: Callable[..., Any], logits_output: Any, sampling_info: Any) -> Any:
     """The mask of the rows with item sets, after that of grammars."""
     result = original()
-    if (sampler := current()) is not None:
-        sampler.mask(sampling_info, logits_output.next_token_logits)
+    if (noted := getattr(sampling_info, "item_sets", None)) is not None and (sampler := current()) is not None:
+        numbers, rows = noted
+        sampler.arena.use(numbers)
+        sampler.slots.step(rows, logits_output.next_token_logits)
     return result
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from itemset.masking.slots import log_probs_of
 from itemset.serving.wire import LOGPROBS, read
 from sglang_static.compat import hook
+from sglang_static.scheduler.masks import moved
 
 _ROWS, _WEIGHTS = "weighed_rows", "item_set_weights"
 """Attributes of a batch's sampling info: the rows that ask, and whether for log p and log q; and what `_weighed` gives
@@ -35,8 +36,8 @@ def _preprocess_logits(original: Callable[..., Any], logits_output: Any, samplin
     rows, logits = getattr(sampling_info, _ROWS, None), logits_output.next_token_logits
     if not rows:
         return original()
-    logged = _on(logits, list(rows.values()))
-    temperatures = torch.where(logged > 0, sampling_info.temperatures[_on(logits, list(rows)), 0], 1.0)
+    logged = moved(list(rows.values()), logits.device)
+    temperatures = torch.where(logged > 0, sampling_info.temperatures[moved(list(rows), logits.device), 0], 1.0)
     with _weighed(logits, list(rows), temperatures) as weighed:
         result = original()
     setattr(sampling_info, _WEIGHTS, (rows, logged, *weighed))
@@ -68,7 +69,7 @@ def verified(batch: Any, logits: Tensor) -> Iterator[None]:
         yield
     rows, legal, whole = weighed
     table = whole.new_zeros(len(logits)).index_copy_(0, rows, legal.logsumexp(-1) - whole)
-    setattr(batch.sampling_info, _WEIGHTS, (_on(logits, list(requests)), table))
+    setattr(batch.sampling_info, _WEIGHTS, (moved(list(requests), logits.device), table))
 
 
 @hook("sglang.srt.layers.logprob_processor:compute_spec_logprobs")
@@ -86,7 +87,7 @@ def _weighed(logits: Tensor, rows: Sequence[int], temperatures: Tensor | None = 
     float32, and the log-sum-exp of all, [n]: whatever else was done to the logits, as they were before, and of the
     tokens that are possible now."""
     result: list[Tensor] = []
-    index = _on(logits, rows)
+    index = moved(rows, logits.device)
     before = logits[index].float()
     if temperatures is not None:
         before /= temperatures[:, None]
@@ -101,9 +102,3 @@ def _asking(batch: Any) -> dict[int, bool]:
         return {}
     carried = [read(one.sampling_params.custom_params) for one in batch.reqs or ()]
     return {i: one.weighed == LOGPROBS for i, one in enumerate(carried) if one is not None and one.weighed}
-
-
-def _on(logits: Tensor, rows: Sequence[int]) -> Tensor:
-    """Return integers on the device of the logits, without waiting for it."""
-    table = torch.tensor(rows)
-    return table.pin_memory().to(logits.device, non_blocking=True) if logits.is_cuda else table.to(logits.device)

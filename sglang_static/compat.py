@@ -6,16 +6,14 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from itemset.errors import ItemSetError
 from itemset.serving import hooks
 from itemset.serving.config import BACKEND, from_environment
-from itemset.serving.constraint import after
 from itemset.serving.hooks import IMPORTED
 
 logger = logging.getLogger("sglang_static")
@@ -40,20 +38,15 @@ def _put(target: str, around: Callable[..., Any]) -> None:
 hook = hooks.Hooks(IMPORTED, _put)  # declares a hook into SGLang
 
 
-def sglang_version() -> str:
-    """Return the installed version of SGLang. Raises RuntimeError where there is none."""
-    try:
-        return version("sglang")
-    except PackageNotFoundError:
-        raise RuntimeError("static-backend needs SGLang here: pip install sglang") from None
-
-
 def install() -> None:
     """Put each hook in place as soon as its module is imported.
 
     Raises RuntimeError for a version that is not supported; the import raises it for a missing hook.
     """
-    installed = sglang_version()
+    try:
+        installed = version("sglang")
+    except PackageNotFoundError:
+        raise RuntimeError("static-backend needs SGLang here: pip install sglang") from None
     hooks.check_version("SGLang", installed, SUPPORTED, BROKEN)
     hook.install(f"SGLang {installed}", IMPORTED)
 
@@ -76,11 +69,6 @@ def resolved(server_args: Any) -> Any:
 def is_ours(server_args: Any) -> bool:
     """Return whether an engine takes our backend: then the hooks of this process run."""
     return hook.choose(resolved(server_args).grammar_backend == BACKEND)
-
-
-def seats(server_args: Any) -> int:
-    """Return how many requests SGLang runs at a time: a guess without --max-running-requests."""
-    return int(resolved(server_args).max_running_requests or 256)
 
 
 def server_manager() -> Any:
@@ -108,21 +96,6 @@ def follower_of(manager: Any) -> Any:
     return front and front.follower
 
 
-def contract_error(body: Any) -> str | None:
-    """Return what SGLang will refuse of a body of /generate, None if nothing (entrypoints/api_contract.py)."""
-    return importlib.import_module("sglang.srt.entrypoints.api_contract").generate_contract_error(body)
-
-
-def unfinished(manager: Any) -> int:
-    """Return requests that this front end has in the engine (managers/tokenizer_manager.py)."""
-    return len(manager.rid_to_state)
-
-
-def forward_stream(scheduler: Any) -> Any:
-    """Return the context of the stream that the steps run on (managers/scheduler.py, init_overlap)."""
-    return scheduler.forward_stream_ctx
-
-
 def of_all_ranks(scheduler: Any, value: Any) -> list[Any]:
     """Return what each tensor-parallel rank gives, all of which call this in the same step."""
     if scheduler.tp_size == 1:
@@ -143,28 +116,20 @@ def counts_requests() -> bool:
     return bool(ranks.pp_rank == 0 and ranks.attn_tp_rank == 0 and ranks.attn_cp_rank == 0)
 
 
-VERIFIED_BY_EAGLE = (None, "EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "FROZEN_KV_MTP", "NGRAM")
-"""The speculative algorithms that verify in `eagle_sample`, and none."""
-
-
 def why_host_path(server_args: Any) -> str | None:
     """Return what keeps this configuration from the device path; None where nothing does."""
     given, platform = resolved(server_args), importlib.import_module("sglang.srt.platforms").current_platform
     mlx, algorithm = os.environ.get("SGLANG_USE_MLX") == "1", given.speculative_algorithm
     own_sampler = platform.is_out_of_tree() or given.device in ("npu", "tpu", "mps") or mlx
+    in_eagle_sample = (None, "EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "FROZEN_KV_MTP", "NGRAM")
     reasons = {
-        f"{algorithm} verifies drafts in a way of its own": algorithm not in VERIFIED_BY_EAGLE,
+        f"{algorithm} verifies drafts in a way of its own": algorithm not in in_eagle_sample,
         "a decode server of PD disaggregation takes requests over in the middle": given.disaggregation_mode == "decode",
         "with --enable-pdmux two batches sample at the same time": given.enable_pdmux,
         "the model does not sample token by token": given.dllm_algorithm is not None,
         f"the device {given.device} has a sampler of its own": own_sampler,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
-
-
-def verified_rows(server_args: Any) -> int:
-    """Logits rows that a request has at most in a step: the nodes of a draft tree, or one."""
-    return int(resolved(server_args).speculative_num_draft_tokens or 1)
 
 
 def refuse_unmasked(server_args: Any) -> None:
@@ -194,21 +159,28 @@ def everything_else(tokenizer: Any, vocab_size: int, end_tokens: Any) -> Any:
     from sglang.srt.constrained.base_grammar_backend import BaseGrammarBackend
     from sglang.srt.constrained.reasoner_grammar_backend import ReasonerGrammarBackend
     from sglang.srt.constrained.xgrammar_backend import TokenizerNotSupportedError, XGrammarGrammarBackend
-    from sglang.srt.parser.reasoning_parser import ReasoningParser
     from sglang.srt.runtime_context import get_serving
 
-    ends, serving = list(end_tokens) if end_tokens else None, get_serving()
+    ends, (parser, mark) = list(end_tokens or ()) or None, reasoning(tokenizer)
     try:
         backend = XGrammarGrammarBackend(tokenizer, vocab_size=vocab_size, model_eos_token_ids=ends, **json_options())
     except TokenizerNotSupportedError as error:
         logger.warning("Item sets are served, other grammars are not: %s", error)
         return BaseGrammarBackend()
-    if not serving.reasoning_parser:
-        return backend
-    parser = ReasoningParser(model_type=serving.reasoning_parser, stream_reasoning=False, tokenizer=tokenizer)
-    if not parser.detector.get_think_end_token_ids(tokenizer):
-        return backend  # SGLang has warned of it
-    return ReasonerGrammarBackend(backend, parser, tokenizer, enable_strict_thinking=serving.enable_strict_thinking)
+    strict = get_serving().enable_strict_thinking
+    return ReasonerGrammarBackend(backend, parser, tokenizer, enable_strict_thinking=strict) if mark else backend
+
+
+def reasoning(tokenizer: Any) -> tuple[Any, tuple[int, ...]]:
+    """Return the parser of the model's reasoning, None without one, and the tokens that end it: none if the tokenizer
+    has none for them, of which SGLang has warned."""
+    from sglang.srt.parser.reasoning_parser import ReasoningParser
+    from sglang.srt.runtime_context import get_serving
+
+    if not (name := get_serving().reasoning_parser):
+        return None, ()
+    parser = ReasoningParser(model_type=name, stream_reasoning=False, tokenizer=tokenizer)
+    return parser, tuple(parser.detector.get_think_end_token_ids(tokenizer) or ())
 
 
 def token_info(tokenizer: Any, vocab_size: int, end_tokens: Any) -> Any:
@@ -217,7 +189,7 @@ def token_info(tokenizer: Any, vocab_size: int, end_tokens: Any) -> Any:
 
     if hasattr(tokenizer, "init_xgrammar"):
         return tokenizer.init_xgrammar()[0]
-    ends = list(end_tokens) if end_tokens else None
+    ends = list(end_tokens or ()) or None
     return TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size, stop_token_ids=ends)
 
 
@@ -277,19 +249,6 @@ def reasoning_end_token(manager: Any, request: Any) -> int | None:
     return None if own_rules else int(ends[0])
 
 
-def content_after_reasoning(tokenizer: Any, request: Any) -> Callable[[Sequence[int]], Sequence[int]] | None:
-    """Return what takes the reasoning off a request's output, None where it has none. request: a GenerateReqInput."""
-    from sglang.srt.parser.reasoning_parser import ReasoningParser
-    from sglang.srt.runtime_context import get_serving
-
-    name = get_serving().reasoning_parser
-    if not name or not request.require_reasoning:
-        return None
-    parser = ReasoningParser(model_type=name, stream_reasoning=False, tokenizer=tokenizer)
-    mark = parser.detector.get_think_end_token_ids(tokenizer)
-    return partial(after, mark) if mark else None
-
-
 def after_reasoning(manager: Any, request: Any, grammar: Any) -> Any:
     """Return the grammar, in force after the request's reasoning where it has any."""
     backend = manager.grammar_backend
@@ -310,8 +269,3 @@ def stop_tokens(request: Any) -> set[int]:
     if request.tokenizer is not None:
         stops |= {request.tokenizer.eos_token_id} | set(request.tokenizer.additional_stop_token_ids or ())
     return stops - {None}
-
-
-def session_fields() -> tuple[str, ...]:
-    """Return what a request may say of its session (managers/io_struct.py)."""
-    return importlib.import_module("sglang.srt.managers.io_struct").SessionParams.__struct_fields__

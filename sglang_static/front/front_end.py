@@ -3,14 +3,13 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 from itemset.embedded.holes import Vocabulary
 from itemset.embedded.placement import JSON
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import ModelLimits, StaticConfig, Words
-from itemset.serving.constraint import Constraint
+from itemset.serving.constraint import Constraint, after
 from itemset.serving.front.front_end import FrontEndBase, ListJob
 from itemset.serving.front.http_bodies import body, while_connected
 from itemset.serving.front.list_runner import Lists, OneRequest
@@ -46,7 +45,7 @@ class FrontEnd(FrontEndBase):
         self._ends = set(model.hf_eos_token_id or ()) | {tokenizer.eos_token_id} - {None}
         self._all_ends = self._ends | set(getattr(tokenizer, "additional_stop_token_ids", None) or ())
         self._defaults, self._context = manager.preferred_sampling_params or {}, model.context_len - RESERVED
-        seats = compat.seats(manager.server_args)
+        seats = compat.resolved(manager.server_args).max_running_requests or 256  # a guess if none are given
         super().__init__(
             config,
             tokenizer,
@@ -55,7 +54,7 @@ class FrontEnd(FrontEndBase):
             OneRequest(logger.warning, beams=seats, widest=None, too_many="more draws than the engine has seats for"),
             json_options=compat.json_options(),
         )
-        self.lists = Lists(seats, lambda: compat.unfinished(manager), logger.warning)
+        self.lists = Lists(seats, lambda: len(manager.rid_to_state), logger.warning)
         self._speculates = manager.server_args.speculative_algorithm is not None
         self._why_no_weights = compat.why_host_path(manager.server_args)  # they need what the device path does
         self._begin("Grammar backend", config.why_on_host(self._why_no_weights))
@@ -152,7 +151,8 @@ class FrontEnd(FrontEndBase):
         if not ends:
             raise RefusedError("no end", "the model has no end token: give the request stop_token_ids")
         params.custom_params = {**(params.custom_params or {}), WIRE: carried.json()}
-        content = compat.content_after_reasoning(self._tokenizer, request)
+        mark = self.reasoning_end() if request.require_reasoning else ()
+        content = partial(after, mark) if mark else None
         body().begin(thinks=content is not None)
         if not (params.ignore_eos and isinstance(asked.made, Constraint)):
             params.skip_special_tokens = params.spaces_between_special_tokens = False  # an item shows its own
@@ -181,5 +181,4 @@ class FrontEnd(FrontEndBase):
         return marker
 
     def reasoning_end(self) -> Tokens:
-        content = compat.content_after_reasoning(self._tokenizer, SimpleNamespace(require_reasoning=True))
-        return tuple(content.args[0]) if isinstance(content, partial) else ()
+        return compat.reasoning(self._tokenizer)[1]

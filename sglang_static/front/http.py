@@ -146,11 +146,13 @@ def _move_within_the_contract(body: dict[str, Any]) -> None:
 
 def _refuse_mistyped(body: Mapping[str, Any]) -> None:
     """Raises RefusedError, with its name, for a field of /generate that SGLang cannot read: it would name none."""
+    from sglang.srt.entrypoints.api_contract import generate_contract_error
+
     each: dict[str, Any] = {name: {name: value} for name, value in body.items() if name not in (*PROMPTS, PARAMS)}
     for params in request_fields.at(body, PARAMS):
         each |= {f"{PARAMS}.{name}": {PARAMS: {name: value}} for name, value in params.items()}
     for name, alone in each.items():
-        if (error := compat.contract_error(alone)) is not None:
+        if (error := generate_contract_error(alone)) is not None:
             raise request_fields.wrong_type(f"SGLang cannot read {name} ({error}): correct it, or omit it", name)
 
 

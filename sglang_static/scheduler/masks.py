@@ -32,7 +32,8 @@ def current() -> "ItemSetSampler | None":
         return None
     (sampler,) = _current
     if not hasattr(sampler, "slots") and (pool := getattr(sampler.runner, "req_to_token_pool", None)) is not None:
-        sampler.allocate(pool.req_to_token.shape[0], compat.verified_rows(sampler.runner.server_args))
+        drafts = compat.resolved(sampler.runner.server_args).speculative_num_draft_tokens
+        sampler.allocate(pool.req_to_token.shape[0], drafts or 1)
     return sampler
 
 

@@ -55,7 +55,7 @@ class RankDevices(Devices):
         except ArenaFullError as error:
             warn_of_no_room(opened, error, "of the plugin's options", logger)
             return Stage.HOST
-        with compat.forward_stream(scheduler):  # whose steps may read what is overwritten
+        with scheduler.forward_stream_ctx:  # whose steps may read what is overwritten
             there = self._sampler.arena.place_next(opened.name, opened.item_set, piece)
         return Stage.DEVICE if there else Stage.COPYING
 

@@ -75,14 +75,13 @@ def apply_flags(args: argparse.Namespace) -> None:
     """Put what the flags say where every process finds it."""
     if getattr(args, "guided_decoding_backend", None):
         args.grammar_backend = BACKEND
-    named = getattr(args, "item_set", None)
-    single = {option: given for option in FLAGS if (given := getattr(args, option, None))}
-    if (named or single) and args.grammar_backend != BACKEND:
+    given = {option: value for option in FLAGS if (value := getattr(args, option, None))}
+    if named := getattr(args, "item_set", None):
+        given = with_named(compat.options(), named) | given
+    if given and args.grammar_backend != BACKEND:
         raise ItemSetError(f"--item-set and --item-set-path need the static backend: add --grammar-backend {BACKEND}")
-    if named:
-        compat.set_options(with_named(compat.options(), named))
-    if single:
-        compat.set_options(single)
+    if given:
+        compat.set_options(given)
 
 
 @hook("sglang.srt.server_args:ServerArgs.check_server_args", always=True)

@@ -4,9 +4,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 
 from itemset.serving.config import StaticConfig
+from itemset.serving.hooks import require
 from sglang_static import compat
 from sglang_static.compat import hook, logger
 from sglang_static.scheduler import masks
@@ -19,10 +21,11 @@ LOGITS = 6  # float32 rows for each row of a pass: tensor parallelism gathers an
 def init_beam_coordinator(original: Callable[..., Any], self: Any) -> None:
     """Beams of lists are of ours; the memory of the largest pass of lists is tried before a request comes: without it
     lists take rounds."""
-    from sglang_static.scheduler.lists import coordinator_of
+    from sglang_static.scheduler.lists import BeamCoordinator, ItemCoordinator
 
     original()
-    self.beam_coordinator = coordinator_of(self.beam_coordinator)
+    require(BeamCoordinator, ItemCoordinator)
+    self.beam_coordinator = ItemCoordinator(**msgspec.structs.asdict(self.beam_coordinator))
     if (sampler := masks.current()) is None:
         return
     most = self.req_to_token_pool.size

@@ -21,7 +21,6 @@ from torch import Tensor
 from itemset import ItemSet, ItemSetError
 from itemset.masking.arena import ArenaFullError, Resident
 from itemset.ranking.lockstep import Lockstep, rows_of_passes
-from itemset.serving.hooks import require
 from itemset.serving.wire import ListResult, ListSpec, NoList, read
 from sglang_static.scheduler import masks
 from sglang_static.scheduler.masks import ItemSetSampler, moved, receive_request
@@ -70,16 +69,11 @@ class ItemGroup(BeamGroup):
         group: BeamGroup,
     ) -> None:  # fmt: skip
         """counts: the most rows of each pass after the prompt's. group: SGLang's own, which this one replaces."""
-        self._counts, self._most_slots, self._released = list(counts), sum(counts), False
-        self._members: Tensor | None = None
-        self._members_cpu: Tensor | None = None
-        super().__init__(
-            beam_width=rows_in(counts),
-            max_new_tokens=group.max_new_tokens,
-            num_return=1 << 30,  # all of `finalize`
-            device=sampler.arena.device,
-        )
+        options = {"max_new_tokens": group.max_new_tokens, "num_return": 1 << 30}  # all of `finalize`
+        super().__init__(beam_width=rows_in(counts), device=sampler.arena.device, **options)
         self.leader, self.prompt_len = group.leader, group.prompt_len
+        self._most, self._counts, self._released = counts, list(counts), False
+        self.slots = self.prompt_len + sum(counts)  # of KV, that it takes at most
         self.num_candidates, self._spec = WHOLE, spec
         self._sampler, self._resident, self._device = sampler, resident, sampler.arena.device
         self._item_set: ItemSet | None = item_set  # until it has ended: the request and its group hold each other
@@ -92,8 +86,7 @@ class ItemGroup(BeamGroup):
     def again(self) -> "ItemGroup":
         """Return a group for the same list from its beginning."""
         assert self._item_set is not None  # it has not ended
-        counts = rows_of(self._item_set, self._spec)
-        return ItemGroup(self._sampler, self._item_set, self._resident, self._spec, counts, self)
+        return ItemGroup(self._sampler, self._item_set, self._resident, self._spec, self._most, self)
 
     def fits(self, adder: Any, promised: int, others: "Sequence[ItemGroup]") -> bool:
         """Return whether there are rows and KV slots for all of this list now; alone, it fits. promised: rows that
@@ -106,12 +99,6 @@ class ItemGroup(BeamGroup):
         return not needed or needed + self.slots <= room
 
     @property
-    def slots(self) -> int:
-        """KV slots that it takes at most."""
-        prompt: int = self.prompt_len
-        return prompt + self._most_slots
-
-    @property
     def tokens_to_come(self) -> int:
         """KV slots that its next passes take at most."""
         return 0 if self.retired else sum(self._counts[max(0, self.num_generated - 1) :])
@@ -121,8 +108,7 @@ class ItemGroup(BeamGroup):
         if self.all_rows is None:
             return 0
         positions = self.leader.kv.kv_allocated_len - self.prompt_len
-        held = sum(self._active(i) - 1 for i in range(positions))
-        return held - int(self.slots_freed)
+        return sum(self._active(i) - 1 for i in range(positions)) - int(self.slots_freed)
 
     def await_selections(self) -> None:
         """Let the current stream wait, before slots are reclaimed, for unread selections, which move slots of rows."""
@@ -132,7 +118,7 @@ class ItemGroup(BeamGroup):
     def release(self, table: Tensor) -> None:
         """Before the rows are freed. table: SGLang's `req_to_token`."""
         self.await_selections()
-        if self._members is not None:
+        if self.all_rows is not None:
             self._align(table, self.leader.kv.kv_allocated_len - self.prompt_len)
             self._released = True
 
@@ -169,7 +155,9 @@ class ItemGroup(BeamGroup):
             chosen: Chosen = self._pending_steps.pop(0)[1]
             over, open_beams = chosen.state.tolist()
             if chosen.last or (over and not self._pending_steps):
-                self._finish(chosen)
+                self._result, self._beams, self._item_set = chosen, None, None
+                self._pending_steps.clear()
+                self.state = BeamGroupState.FINISHED
                 return True
             # A selection that is launched has moved KV slots, or will: the list ends once that is read.
             self._ending = bool(over)
@@ -179,30 +167,24 @@ class ItemGroup(BeamGroup):
         return False
 
     def finalize(self) -> list[BeamResult]:
-        """Return the items, best first, each with its end token; then the end token with each number of `_totals`."""
-        end = self._spec.end_token
-        return [
-            BeamResult(tokens=[*tokens, end], cum_logprob=score, beam_score=score, matched_token=end)
-            for tokens, score in self._items + [([], number) for number in self._totals]
-        ]
-
-    def _finish(self, chosen: Chosen) -> None:
+        """Return the items, best first, each with its end token; then the end token with each number of the totals:
+        whether all are proven, passes, rounds, and how many items each race has."""
+        chosen, end = self._result, self._spec.end_token
         races = [  # without what fills up their rows
             [([token for token in row if token >= 0], score) for row, score in table if score != -torch.inf]
             for table in map(zip, chosen.tokens.tolist(), chosen.scores.tolist())
         ]
-        self._items = [item for race in races for item in race]
         passes, rounds = zip(*chosen.took.tolist(), strict=True)
-        proven, taken = bool(chosen.proven.all()), sum(passes) - len(races) + 1  # all begin with the prompt's pass
-        self._totals = [float(number) for number in (proven, taken, max(rounds), *map(len, races))]
-        self._beams = self._item_set = None
-        self._pending_steps.clear()
-        self.state = BeamGroupState.FINISHED
+        taken = sum(passes) - len(races) + 1  # all begin with the prompt's pass
+        totals = bool(chosen.proven.all()), taken, max(rounds), *map(len, races)
+        return [
+            BeamResult(tokens=[*tokens, end], cum_logprob=score, beam_score=score, matched_token=end)
+            for tokens, score in [*(item for race in races for item in race), *(([], float(one)) for one in totals)]
+        ]
 
     def _begin(self, item_set: ItemSet) -> Lockstep:
         sampler, spec, place = self._sampler, self._spec, self._resident
         sampler.arena.place(item_set, place.number, place.start, place.below)
-        sampler.arena.use([place.number])
         options: dict[str, Any] = {"width": spec.width, "k": spec.k, "end_token": spec.scored_end, "boost": spec.boost}
         options["normalise_length"] = spec.normalise_length
         if spec.races:
@@ -257,12 +239,6 @@ def rows_in(counts: Sequence[int]) -> int:
     return max(2, *counts, 0)
 
 
-def rows_of(item_set: ItemSet, spec: ListSpec) -> tuple[int, ...]:
-    """Return how many rows each pass after the prompt's has at most."""
-    options: dict[str, Any] = {"renormalised": spec.renormalised, "end_token": spec.scored_end}
-    return rows_of_passes(item_set.level_plan, spec.width, races=len(spec.races), **options)
-
-
 class ItemCoordinator(BeamCoordinator, kw_only=True):  # type: ignore[call-arg]
     """SGLang's, for its own beam searches and for lists, which are beam searches inside a set."""
 
@@ -290,12 +266,6 @@ class ItemCoordinator(BeamCoordinator, kw_only=True):  # type: ignore[call-arg]
         super()._reclaim_orphans(group, up_to_tick, **later)
 
 
-def coordinator_of(coordinator: Any) -> ItemCoordinator:
-    """Return one of ours in place of SGLang's. Raises RuntimeError if SGLang's has no such methods."""
-    require(BeamCoordinator, ItemCoordinator)
-    return ItemCoordinator(**msgspec.structs.asdict(coordinator))
-
-
 def give_group(coordinator: Any, req: Any, make_group: Callable[[], str | None]) -> str | None:
     """Give a request for a list its group; return why rounds must make the list, or None. make_group: SGLang's."""
     params = req.sampling_params
@@ -308,8 +278,10 @@ def give_group(coordinator: Any, req: Any, make_group: Callable[[], str | None])
         carried, item_set = receive_request(sampler.catalogue, params.custom_params)
     except ItemSetError as failure:
         return _refusal(NoList.NO_ROOM_NOW, str(failure))
-    assert carried.ranked is not None
-    counts = rows_of(item_set, carried.ranked)
+    spec = carried.ranked
+    assert spec is not None
+    options: dict[str, Any] = {"renormalised": spec.renormalised, "end_token": spec.scored_end}
+    counts = rows_of_passes(item_set.level_plan, spec.width, races=len(spec.races), **options)
     if reason := _too_much(coordinator, counts, sampler.list_rows):
         return _refusal(NoList.TOO_MANY_ROWS, reason)
     if reason := _no_room(coordinator, counts, len(req.origin_input_ids)):
@@ -326,7 +298,7 @@ def give_group(coordinator: Any, req: Any, make_group: Callable[[], str | None])
         req.beam_group = None
         return _refusal(NoList.NO_ROOM_NOW, str(full))
     weakref.finalize(req, sampler.arena.plan.release, resident.number)
-    req.beam_group = ItemGroup(sampler, item_set, resident, carried.ranked, counts, req.beam_group)
+    req.beam_group = ItemGroup(sampler, item_set, resident, spec, counts, req.beam_group)
     return None
 
 

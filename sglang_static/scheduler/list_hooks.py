@@ -11,7 +11,7 @@ from itemset.serving.config import StaticConfig
 from itemset.serving.hooks import require
 from sglang_static import compat
 from sglang_static.compat import hook, logger
-from sglang_static.scheduler import masks
+from sglang_static.scheduler import masks, turns
 
 SEARCH = 1 << 29  # bytes: of a search besides its logits, most of them the keys of children and what sorts them
 LOGITS = 6  # float32 rows for each row of a pass: tensor parallelism gathers and copies logits; as many are left over
@@ -26,6 +26,7 @@ def init_beam_coordinator(original: Callable[..., Any], self: Any) -> None:
     original()
     require(BeamCoordinator, ItemCoordinator)
     self.beam_coordinator = ItemCoordinator(**msgspec.structs.asdict(self.beam_coordinator))
+    self.static_turns = turns.Turns(self.device)
     if (sampler := masks.current()) is None:
         return
     most = self.req_to_token_pool.size

@@ -71,10 +71,10 @@ SHARE = 2  # lists have this part of the rows and KV slots: one half
 SMALL_STEP = 256  # rows of a step that takes no longer with fewer, because it waits for the weights
 SMALL_STEP_ON_CPU = 64
 
-_TURNS = "static_turns"
-
 
 class Turns:
+    """One of each scheduler, its `static_turns`."""
+
     def __init__(self, device: str) -> None:
         self.apart: Any = None  # the batch of the step that is under way, if it is one that lists sit out
         self._small = SMALL_STEP_ON_CPU if device == "cpu" else SMALL_STEP
@@ -86,7 +86,9 @@ class Turns:
         others = [i for i, request in enumerate(batch.reqs) if not is_list(request.beam_group)]
         rows = sum(1 + group.num_member_rows for group in lists if not group.retired)
         long = rows > self._small
-        if long and others and self._owed > 0 and _can_part(batch):
+        # Penalties count in tensors of the whole batch, and short memory is for SGLang to deal with.
+        whole = batch.sampling_info.penalizer_orchestrator.is_required
+        if long and others and self._owed > 0 and not whole and batch.check_decode_mem():
             self._owed -= max(self._small, len(others))
             return others
         self._owed = rows if long else max(0, self._owed - max(self._small, len(others)))
@@ -102,12 +104,6 @@ class Turns:
             return apart
         running.merge_batch(apart)
         return running
-
-
-def _can_part(batch: Any) -> bool:
-    """Return whether some requests of a batch may run alone: penalties count in tensors of it all, and short memory is
-    for SGLang to deal with."""
-    return not batch.sampling_info.penalizer_orchestrator.is_required and batch.check_decode_mem()
 
 
 def _parted(batch: Any, which: Sequence[int]) -> Any:
@@ -137,9 +133,9 @@ def waiting(queue: Sequence[Any], rows: int, slots: int) -> list[Any]:
 @hook(f"{_SCHEDULER}.get_next_batch_to_run")
 def get_next_batch_to_run(original: Callable[..., Any], self: Any, running_batch: Any) -> Any:
     """Lists that wait for other lists do not stop the queue; requests come back from a step that lists sat out."""
-    if not self.beam_coordinator._num_live_groups and not hasattr(self, _TURNS):
-        return original()
-    running_batch = _turns(self).rejoin(running_batch)
+    running_batch = self.static_turns.rejoin(running_batch)
+    if not self.beam_coordinator._num_live_groups:
+        return original(running_batch=running_batch)
     rows = min(self.req_to_token_pool.size // SHARE, getattr(masks.current(), "rows_a_step", 0))
     late = waiting(self.waiting_queue, rows, self.token_to_kv_pool_allocator.size // SHARE)
     if not late:
@@ -155,13 +151,13 @@ def get_next_batch_to_run(original: Callable[..., Any], self: Any, running_batch
 @hook(f"{_SCHEDULER}.update_running_batch")
 def update_running_batch(original: Callable[..., Any], self: Any, batch: Any) -> Any:
     """Lists sit out some steps of their neighbours."""
-    which = _turns(self).others(batch) if self.beam_coordinator._num_live_groups else None
+    which = self.static_turns.others(batch) if self.beam_coordinator._num_live_groups else None
     if which is None:
         return original()
     part = _parted(batch, which)
     step = original(batch=part)
     if step is not None and not step.is_empty():
-        _turns(self).apart = part
+        self.static_turns.apart = part
         return step
     if not part.is_empty():  # its requests are about to end
         batch.merge_batch(part)
@@ -171,8 +167,7 @@ def update_running_batch(original: Callable[..., Any], self: Any, batch: Any) ->
 
 @hook(f"{_SCHEDULER}.pause_generation", why="a pause knows of one batch that decodes")
 def pause_generation(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
-    if hasattr(self, _TURNS):
-        self.running_batch = _turns(self).rejoin(self.running_batch)
+    self.running_batch = self.static_turns.rejoin(self.running_batch)
     if recv_req.mode == "retract":
         from sglang.srt.beam_search.batch_tail import strip_beam_tail
 
@@ -207,7 +202,3 @@ def _again(group: Any) -> Any:
     again = BeamGroup(stop_token_ids=stops.tolist(), device=stops.device, **options)
     again.leader, again.prompt_len = group.leader, group.prompt_len
     return again
-
-
-def _turns(scheduler: Any) -> Turns:
-    return vars(scheduler).setdefault(_TURNS, Turns(scheduler.device))

@@ -38,15 +38,20 @@ def _put(target: str, around: Callable[..., Any]) -> None:
 hook = hooks.Hooks(IMPORTED, _put)  # declares a hook into SGLang
 
 
+def sglang_version() -> str:
+    """Return the installed version of SGLang. Raises RuntimeError where there is none."""
+    try:
+        return version("sglang")
+    except PackageNotFoundError:
+        raise RuntimeError("static-backend needs SGLang here: pip install sglang") from None
+
+
 def install() -> None:
     """Put each hook in place as soon as its module is imported.
 
     Raises RuntimeError for a version that is not supported; the import raises it for a missing hook.
     """
-    try:
-        installed = version("sglang")
-    except PackageNotFoundError:
-        raise RuntimeError("static-backend needs SGLang here: pip install sglang") from None
+    installed = sglang_version()
     hooks.check_version("SGLang", installed, SUPPORTED, BROKEN)
     hook.install(f"SGLang {installed}", IMPORTED)
 

@@ -32,7 +32,7 @@ def test_every_hook_takes_what_runs_around_it():
 
 @pytest.mark.parametrize("version", ["0.5.22", "0.4.0"])
 def test_an_unsupported_version_is_named(monkeypatch, version):
-    monkeypatch.setattr(compat, "version", lambda name: version)
+    monkeypatch.setattr(compat, "sglang_version", lambda: version)
     monkeypatch.setattr(compat, "hook", hooks.Hooks(hooks.IMPORTED))
     monkeypatch.delenv(compat.VARIABLE, raising=False)
     plugin.register()  # for other backends
@@ -50,7 +50,7 @@ def test_the_supported_versions_have_passed_the_contract():
 
 def test_a_process_of_an_engine_that_has_our_backend_does_not_go_on_without_it(monkeypatch):
     """SGLang logs a plugin's exception and goes on: its answers would be free."""
-    monkeypatch.setattr(compat, "version", lambda name: "0.5.22")
+    monkeypatch.setattr(compat, "sglang_version", lambda: "0.5.22")
     monkeypatch.setenv(compat.VARIABLE, "{}")
     with pytest.raises(SystemExit, match=r"static-backend supports SGLang 0\.5\.23"):
         plugin.register()

@@ -1,7 +1,6 @@
 """How ranked lists get into SGLang's schedulers: the beams of lists are of ours, and their memory is tried."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -30,7 +29,7 @@ def init_beam_coordinator(original: Callable[..., Any], self: Any) -> None:
     if (sampler := masks.current()) is None:
         return
     most = self.req_to_token_pool.size
-    rows = rows_in_memory(most, 4 * LOGITS * sampler.vocab_size, partial(reserve, sampler.arena.device))
+    rows = rows_in_memory(most, 4 * LOGITS * sampler.vocab_size, sampler.arena.device)
     sampler.list_rows = rows = min(compat.of_all_ranks(self, rows))
     asked = StaticConfig.of(compat.options()).max_list_rows_per_step
     sampler.rows_a_step = min(rows, asked or self.chunked_prefill_size or self.max_prefill_tokens)
@@ -38,14 +37,11 @@ def init_beam_coordinator(original: Callable[..., Any], self: Any) -> None:
         logger.warning("Ranked lists: passes have memory for %s rows of %s (--mem-fraction-static)", rows, most)
 
 
-def rows_in_memory(rows: int, each: int, reserve: Callable[[int], Any]) -> int:
-    """Return how many of `rows` a pass of lists has memory for: all, or a half as often as needed. 0 if none.
-
-    each: bytes of a row. reserve: takes bytes of the device; raises RuntimeError if these are not free.
-    """
+def rows_in_memory(rows: int, each: int, device: torch.device) -> int:
+    """Return how many of `rows` of `each` bytes a pass of lists has memory for: all, or a half as often as needed."""
     while rows:
         try:
-            reserve(SEARCH + rows * each)
+            reserve(device, SEARCH + rows * each)
             return rows
         except RuntimeError:
             rows //= 2

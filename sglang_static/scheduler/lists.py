@@ -123,8 +123,7 @@ class ItemGroup(BeamGroup):
             self._released = True
 
     def select(self, pieces: Sequence[Tensor], tick: int, table: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Choose the next beams by a pass's logits. Returns their tokens and parents' rows (None at the end), [rows]
-        int64."""
+        """Choose the next beams by a pass's logits. Return tokens and parents' rows, None at the end: [rows] int64."""
         nothing = torch.zeros(self.beam_width, dtype=torch.int64, device=self._device)
         if self._item_set is None or self._ending:
             return nothing, None  # the list has ended, or does once the selection before this one is read
@@ -183,14 +182,13 @@ class ItemGroup(BeamGroup):
         ]
 
     def _begin(self, item_set: ItemSet) -> Lockstep:
-        sampler, spec, place = self._sampler, self._spec, self._resident
-        sampler.arena.place(item_set, place.number, place.start, place.below)
-        options: dict[str, Any] = {"width": spec.width, "k": spec.k, "end_token": spec.scored_end, "boost": spec.boost}
-        options["normalise_length"] = spec.normalise_length
+        spec, place, arena = self._spec, self._resident, self._sampler.arena
+        arena.place(item_set, place.number, place.start, place.below)
+        names = ("width", "k", "renormalised", "boost", "normalise_length")
+        options: dict[str, Any] = {name: getattr(spec, name) for name in names} | {"end_token": spec.scored_end}
         if spec.races:
             options |= {"keys": moved(spec.races, self._device), "temperature": spec.temperature}
-        numbers = [place.number] * max(1, len(spec.races))
-        self._beams = Lockstep(sampler.arena, numbers, item_set.level_plan, renormalised=spec.renormalised, **options)
+        self._beams = Lockstep(arena, [place.number] * max(1, len(spec.races)), item_set.level_plan, **options)
         return self._beams
 
     def _narrow(self) -> None:
@@ -268,8 +266,7 @@ class ItemCoordinator(BeamCoordinator, kw_only=True):  # type: ignore[call-arg]
 
 def give_group(coordinator: Any, req: Any, make_group: Callable[[], str | None]) -> str | None:
     """Give a request for a list its group; return why rounds must make the list, or None. make_group: SGLang's."""
-    params = req.sampling_params
-    sampler = masks.current()
+    params, sampler = req.sampling_params, masks.current()
     if sampler is None:
         return _refusal(NoList.NOT_HERE, "item sets are on the host path")
     if sampler.runner.lora_manager is not None:
@@ -282,10 +279,8 @@ def give_group(coordinator: Any, req: Any, make_group: Callable[[], str | None])
     assert spec is not None
     options: dict[str, Any] = {"renormalised": spec.renormalised, "end_token": spec.scored_end}
     counts = rows_of_passes(item_set.level_plan, spec.width, races=len(spec.races), **options)
-    if reason := _too_much(coordinator, counts, sampler.list_rows):
-        return _refusal(NoList.TOO_MANY_ROWS, reason)
-    if reason := _no_room(coordinator, counts, len(req.origin_input_ids)):
-        return _refusal(NoList.NO_ROOM_NOW, reason)
+    if reason := _why_not(coordinator, counts, len(req.origin_input_ids), sampler.list_rows):
+        return _refusal(*reason)
     # SGLang's own group takes twice as many candidates from the vocabulary as it has beams; ours takes none.
     params.beam_width, params.n = min(rows_in(counts), coordinator.model_config.vocab_size // 2), 1
     params.max_new_tokens = 1 + len(counts)
@@ -307,22 +302,19 @@ def _refusal(reason: NoList, detail: str) -> str:
     return msgspec.json.encode(ListResult(reason=reason, detail=detail)).decode()
 
 
-def _too_much(coordinator: Any, counts: Sequence[int], in_memory: int) -> str | None:
-    """Return why no such list can be made here. counts: rows of each pass. in_memory: rows of a pass that have room."""
+def _why_not(coordinator: Any, counts: Sequence[int], prompt: int, room: int) -> tuple[NoList, str] | None:
+    """Return why the list of a prompt of this many tokens cannot be made, if so. counts: rows of each pass. room: rows
+    of a pass that have memory."""
     rows, most = rows_in(counts), coordinator.req_to_token_pool.size
+    many, now = NoList.TOO_MANY_ROWS, NoList.NO_ROOM_NOW
     if rows > most:
-        return f"its {rows:,} rows are more than the engine's {most:,} requests: raise --max-running-requests"
-    if rows > in_memory:
-        return f"its {rows:,} rows are more than the {in_memory:,} that have memory: lower --mem-fraction-static"
+        return many, f"its {rows:,} rows are more than the engine's {most:,} requests: raise --max-running-requests"
+    if rows > room:
+        return many, f"its {rows:,} rows are more than the {room:,} that have memory: lower --mem-fraction-static"
     if len(counts) > MOST_PASSES:
-        return f"the set's longest item takes {len(counts)} passes one after another, of at most {MOST_PASSES}"
-    return None
-
-
-def _no_room(coordinator: Any, counts: Sequence[int], prompt: int) -> str | None:
-    """Return why the list of a prompt of this many tokens has no room."""
+        return many, f"the set's longest item takes {len(counts)} passes one after another, of at most {MOST_PASSES}"
     if prompt + len(counts) + MEMBER_LENGTH_MARGIN + 2 > coordinator.max_req_len:
-        return f"a prompt of {prompt:,} tokens leaves no room for beams in the context"
+        return now, f"a prompt of {prompt:,} tokens leaves no room for beams in the context"
     if prompt + sum(counts) > coordinator.token_to_kv_pool_allocator.size:
-        return f"{sum(counts):,} tokens after a prompt of {prompt:,} are more than the KV cache has room for"
+        return now, f"{sum(counts):,} tokens after a prompt of {prompt:,} are more than the KV cache has room for"
     return None

@@ -366,11 +366,12 @@ def test_rounds_where_a_pass_has_no_memory(static):
 def test_as_many_rows_as_have_memory(monkeypatch, free, rows):
     monkeypatch.setattr(list_hooks, "SEARCH", 0)
 
-    def reserve(nbytes):
+    def reserve(device, nbytes):
         if nbytes > free:
             raise RuntimeError
 
-    assert list_hooks.rows_in_memory(13, 10, reserve) == rows
+    monkeypatch.setattr(list_hooks, "reserve", reserve)
+    assert list_hooks.rows_in_memory(13, 10, "cpu") == rows
 
 
 def test_lists_wait_for_room(static):

@@ -14,6 +14,7 @@ from typing import Any
 from itemset.errors import ItemSetError
 from itemset.serving import hooks
 from itemset.serving.config import BACKEND, from_environment
+from itemset.serving.constraint import JSON
 from itemset.serving.hooks import IMPORTED
 
 logger = logging.getLogger("sglang_static")
@@ -26,8 +27,8 @@ METHOD = "item_sets"  # of a DumperControlReqInput of ours: the one request that
 
 
 def _put(target: str, around: Callable[..., Any]) -> None:
-    """Put a hook in place by SGLang's registry, which looks through all modules, 40 ms, for what has imported the
-    function by name. Nobody imports a method so."""
+    """Put a hook in place by SGLang's registry, which looks through all modules for what has imported the function by
+    name, in 40 ms."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
     source = HookSource(BACKEND, "static-backend")
@@ -159,8 +160,7 @@ def refuse_unmasked(server_args: Any) -> None:
 
 
 def everything_else(tokenizer: Any, vocab_size: int, end_tokens: Any) -> Any:
-    """Return the backend for other grammars: xgrammar, as SGLang itself would make it, reasoning included
-    (constrained/base_grammar_backend.py, create_grammar_backend)."""
+    """Return xgrammar's backend as SGLang makes it, for other grammars (base_grammar_backend.py)."""
     from sglang.srt.constrained.base_grammar_backend import BaseGrammarBackend
     from sglang.srt.constrained.reasoner_grammar_backend import ReasonerGrammarBackend
     from sglang.srt.constrained.xgrammar_backend import TokenizerNotSupportedError, XGrammarGrammarBackend
@@ -209,22 +209,20 @@ def json_options() -> dict[str, Any]:
     }
 
 
-def validate_schema(spec: str) -> None:
-    """Raises ValueError for a JSON schema that SGLang refuses with xgrammar (constrained/xgrammar_backend.py,
-    dispatch_json)."""
+def validate(kind: str, spec: str) -> None:
+    """Raises ValueError for what SGLang refuses with xgrammar (constrained/xgrammar_backend.py, dispatch_json)."""
     from sglang.srt.constrained.json_schema_validation import validate_xgrammar_json_schema
 
-    validate_xgrammar_json_schema(json.loads(spec))
+    if kind == JSON:
+        validate_xgrammar_json_schema(json.loads(spec))
 
 
 def refuses(kind: str, spec: str) -> bool:
-    """Return whether SGLang itself refuses a constraint, before xgrammar sees it (constrained/base_grammar_backend.py,
-    _init_value_dispatch)."""
+    """Return whether SGLang itself refuses a constraint, before xgrammar sees it (base_grammar_backend.py)."""
     from sglang.srt.constrained.base_grammar_backend import _grammar_key_contains_nul
 
     try:
-        if kind == "json":
-            validate_schema(spec)
+        validate(kind, spec)
     except ValueError:
         return True
     return bool(_grammar_key_contains_nul(kind, spec))
@@ -242,8 +240,8 @@ def compile_later(manager: Any, request: Any, name: str, compiled: Callable[[], 
 
 
 def reasoning_end_token(manager: Any, request: Any) -> int | None:
-    """Return the token after which a request's constraint begins, -1 if it begins at once, None if its reasoning ends
-    by more than one token or rules of its own (constrained/reasoner_grammar_backend.py)."""
+    """Return the token after which a request's constraint begins, -1 if at once, None if its reasoning ends by more
+    than one token or rules of its own (constrained/reasoner_grammar_backend.py)."""
     ends = getattr(manager.grammar_backend, "think_end_ids", None)
     if ends is None or not request.require_reasoning:
         return -1

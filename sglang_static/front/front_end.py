@@ -31,11 +31,7 @@ class FrontEnd(FrontEndBase):
     log = logger
     words = Words("context_length", "--context-length", "min_new_tokens", compat.VARIABLE)
 
-    @staticmethod
-    def validate(kind: str, spec: str) -> None:
-        """Raises ValueError for what SGLang refuses with xgrammar."""
-        if kind == JSON:
-            compat.validate_schema(spec)
+    validate = staticmethod(compat.validate)
 
     def __init__(self, manager: Any) -> None:
         config, model = StaticConfig.of(compat.options()), manager.model_config

@@ -35,6 +35,8 @@ class StaticGrammar(BaseGrammarObject):
     """One request's item set, or grammar with sets in it, as SGLang wants it (constrained/base_grammar_backend.py).
 
     A batch's first grammar makes, moves and applies the mask of all: ours is xgrammar's bitmask, so any may be first.
+    It is never `is_terminated`: SGLang would lift its mask, and a request may go on after its end (`ignore_eos`). After
+    an item the mask allows the stop tokens alone, at which SGLang ends the request.
     """
 
     allocate_vocab_mask = XGrammarGrammar.allocate_vocab_mask
@@ -56,11 +58,6 @@ class StaticGrammar(BaseGrammarObject):
 
     def rollback(self, k: int) -> None:
         self.host.rollback(k)
-
-    def is_terminated(self) -> bool:
-        """Never: SGLang lifts the mask of a terminated grammar, and a request may go on after its end (`ignore_eos`).
-        After an item the mask allows the stop tokens alone, at which SGLang ends the request."""
-        return False
 
     def fill_vocab_mask(self, vocab_mask: torch.Tensor, idx: int) -> None:
         """Fill one row; a hook fills those of a step."""

@@ -29,6 +29,7 @@ SERVED = dict.fromkeys(DRAWING, _OPENAI) | {
     "/v1/responses": _BODY | {"": (REFERENCE, *SELECTION, SLATE, ATTRIBUTES, CHOICE, STRUCTURED, GUIDED)},
     "/generate": _BODY | {PARAMS: (*_WITHIN, *KINDS), f"{PARAMS}.{CUSTOM}": _WITHIN},
 }
+_PLACES = (PARAMS, f"{PARAMS}.{CUSTOM}", CUSTOM)  # where words of ours may stand, beside the body itself
 _DRAWING = "/v1/completions, /v1/chat/completions or /generate"
 SURFACE = lost_fields.Surface(
     served=SERVED,
@@ -38,8 +39,6 @@ SURFACE = lost_fields.Surface(
     inside="name a set in item_set, beside the other fields; state a schema in response_format (/generate: "
     "json_schema, /v1/responses: text.format), a grammar in ebnf (not on /v1/responses)",
 )
-RANKED = SERVED.keys() - {"/v1/responses"}
-
 UNSEEN = ("/generate", "/v1/responses")  # stream before a request is judged; the others wait for its first token
 
 
@@ -56,7 +55,6 @@ class ItemSetFields(http_bodies.BodyMiddleware):
         return () if front_end is None else front_end.sets_by_model
 
     def check(self, scope: Any, given: Any) -> None:
-        """Puts `choice` for vLLM's older word, and draws on the way of beam searches."""
         noted, ours = http_bodies.body(), _front_end() is not None
         path, fields = noted.path, lost_fields.fields_of_route(scope, given)
         if path in http_bodies.ANSWERED:
@@ -78,8 +76,7 @@ class ItemSetFields(http_bodies.BodyMiddleware):
         if ours:
             _rename(path, given)
         noted.unlimited = path == "/v1/completions" and given.get("max_tokens") is None
-        own = _own_fields(given)
-        places = [one for place in (PARAMS, f"{PARAMS}.{CUSTOM}", CUSTOM) for one in request_fields.at(given, place)]
+        own, places = _own_fields(given), [one for place in _PLACES for one in request_fields.at(given, place)]
         named = any(one.get(word) is not None for one in (own, *places) for word in _ASKING)
         if named and ours:
             _refuse_what_is_ignored(path, given)
@@ -110,12 +107,11 @@ def _rename(path: str, body: dict[str, Any]) -> None:
     """Put `choice` for vLLM's older word, and draws on the way of beam searches."""
     structured = body.get(STRUCTURED)
     if isinstance(structured, dict) and set(structured) - {CHOICE}:
-        raise RefusedError(
-            "wrong type",
-            f"of {STRUCTURED} SGLang knows {CHOICE} alone: send item_set, regex, ebnf or response_format beside "
-            "it, as fields of their own",
+        raise request_fields.wrong_type(
+            f"of {STRUCTURED} SGLang knows {CHOICE} alone: send item_set, regex, ebnf or response_format beside it, as "
+            "fields of their own"
         )
-    for place in ("", PARAMS, f"{PARAMS}.{CUSTOM}", CUSTOM):
+    for place in ("", *_PLACES):
         for given in request_fields.at(body, place):
             request_fields.rename_guided(given, given)
     with_beams(body, path)
@@ -164,8 +160,8 @@ def _refuse_what_is_ignored(path: str, body: dict[str, Any]) -> None:
     ranked = bool(body.get(BEAMS) or any("beam_width" in one for one in each))
     if "beam_width" in body:
         refusal = "beam_width belongs into the sampling_params of /generate: elsewhere ask with use_beam_search and n"
-    elif body.get(BEAMS) and path not in RANKED:
-        refusal = f"{path} has no ranked lists: send it to one of {', '.join(sorted(RANKED))}"
+    elif body.get(BEAMS) and path == "/v1/responses":
+        refusal = f"{path} has no ranked lists: send it to one of {', '.join(sorted(SERVED.keys() - {path}))}"
     elif drawn and body.get("stream"):
         raise RefusedError("draws", "draws have no stream: leave it out", "stream")
     elif ranked and body.get("stream"):

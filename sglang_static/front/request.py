@@ -36,22 +36,22 @@ def wants_list(params: Mapping[str, Any], fields: Mapping[str, Any]) -> bool:
 
 
 def asked(params: Mapping[str, Any], fields: Mapping[str, Any], *, ranked: bool) -> ItemRequest | None:
-    """Return what the parameters of one prompt say of item sets, with the fields of its body; None if nothing.
+    """Return what the parameters of one prompt, and the fields of its body, say of item sets; None if nothing.
 
-    ranked: whether the prompts of its request get ranked lists. Of a constraint it is not known yet whether sets stand
-    in it. Raises RefusedError as `ItemRequest.of` does, and for words of a beam search that mean nothing here.
+    ranked: whether the prompts of its request get lists. Of a constraint it is not known yet whether sets stand in it.
+    Raises RefusedError as `ItemRequest.of` does, and for words of a beam search that mean nothing here.
     """
     if isinstance(before := params.get(REFERENCE), ItemRequest):  # the same request comes again
         return before
     each = places(params, fields)
     given = {key: value for place in each for key, value in place.items()}
     others = [key for key in OTHERS if params.get(key)]
-    k, twice = None, False
+    k, twice, drawn = None, False, wants_draws(given)
     if wants_candidates(params):
         given, k = candidates(given, params)
-        given |= _of_draws({**params, "n": None}, fields) if k is None else {}
         drawn = k is None
-    elif drawn := wants_draws(given):
+        given |= _of_draws({**params, "n": None}, fields) if drawn else {}
+    elif drawn:
         given |= _of_draws(params, fields)
     elif ranked:
         k = params.get("n") or 1
@@ -69,17 +69,18 @@ def asked(params: Mapping[str, Any], fields: Mapping[str, Any], *, ranked: bool)
         constraints=(REFERENCE, CHOICE, ", ".join(others) or "other constraints"),
         other=bool(others),
     )
-    if request is not None and twice:
+    if request is None:
+        attributes = attributes_asked(given)
+        if (stated := constraint_of(params, fields)) is not None:
+            return ItemRequest(constraint=stated, attributes=attributes)
+        if attributes:
+            raise request_fields.wrong_type(request_fields.NO_ATTRIBUTES, request_fields.ATTRIBUTES)
+    elif twice:
         message = "beam_width is the width of a list here: leave width out, and give n"
         raise RefusedError("beam search", message, "width")
-    if request is not None and not ranked and wants_list(params, fields):
+    elif not ranked and wants_list(params, fields):
         message = "beam_width would ignore the item set here: leave it out, and use n for several answers"
         raise RefusedError("beam search", message, "beam_width")
-    stated = constraint_of(params, fields) if request is None else None
-    if stated is not None:
-        return ItemRequest(constraint=stated, attributes=attributes_asked(given))
-    if request is None and attributes_asked(given):
-        raise request_fields.wrong_type(request_fields.NO_ATTRIBUTES, request_fields.ATTRIBUTES)
     return request
 
 
@@ -159,10 +160,11 @@ def check_prompts(request: Any, *, listed: bool) -> None:
             raise request_fields.wrong_type(message, "text")
         return
     for name in ("sampling_params", "lora_path"):
-        value, count = getattr(request, name), 1 if alone else len(prompts)
-        if isinstance(value, list) and (alone or len(value) != count):
-            message = f"{name} is a list of {len(value)}, and there are {count} prompts: give one for each"
-            message = f"{name} of one prompt is no list: take it out of that" if alone else message
+        value = getattr(request, name)
+        if isinstance(value, list) and alone:
+            raise request_fields.wrong_type(f"{name} of one prompt is no list: take it out of that", name)
+        if isinstance(value, list) and len(value) != len(prompts):
+            message = f"{name} is a list of {len(value)}, and there are {len(prompts)} prompts: give one for each"
             raise request_fields.wrong_type(message, name)
     for name in _DROPPED if listed else ():
         if getattr(request, name, None) not in (None, False, []):

@@ -56,11 +56,11 @@ class FrontEnd(FrontEndBase):
         self._begin("Grammar backend", config.why_on_host(self._why_no_weights))
 
     async def judge(self, request: Any, http_request: Any) -> bool:
-        """Judge what each prompt of a request says, once: where one has a set, an ItemRequest takes the place of the
-        words, at the key item_set of its sampling parameters. Returns whether they are to get ranked lists.
+        """Judge what each prompt of a request says, once, and put an ItemRequest in the place of its words, at item_set
+        of its sampling parameters. Return whether they are to get ranked lists.
 
-        Await it on the event loop before anything is done with a request. Encoding of inline sets stops if the client
-        leaves. Raises RefusedError, or ItemSetError for what is wrong with an inline set's items.
+        Await it before anything is done with a request. Encoding stops if the client leaves. Raises RefusedError, or
+        ItemSetError for what is wrong with an inline set's items.
         """
         fields, given, processors = body().fields or {}, request.sampling_params, request.custom_logit_processor
         each = given if isinstance(given, list) else [given]
@@ -134,10 +134,7 @@ class FrontEnd(FrontEndBase):
 
     def attach(self, asked: ItemRequest, request: Any, params: Any, prompt: list[int]) -> None:
         """Write a pinned request into its `SamplingParams` for the scheduler, and note which items its answers may be.
-        request: a GenerateReqInput.
-
-        Raises RefusedError where a set and the other parameters leave no way to end an item.
-        """
+        request: a GenerateReqInput. Raises RefusedError if no item could end."""
         if asked.marker:
             setattr(request, answers.EXPECTED, self._think(asked, request, params, prompt))
             return

@@ -66,11 +66,7 @@ async def ranked(generate: Generate, manager: Any, request: Any, http_request: A
 
 
 async def after_thought(manager: Any, request: Any, asked: Any) -> Entries | None:
-    """Return what an answer says of the list after its thought, whose KV is in the prefix cache; None if that was
-    aborted.
-
-    asked: `ItemRequest`, after a `Thought` with its prompt.
-    """
+    """Return what an answer says of the list after its thought, `asked.ended`; None if it was aborted."""
     params = {**request.sampling_params, REFERENCE: asked, "max_new_tokens": None}
     given, prompt = copy.copy(request), [*asked.ended.prompt, *asked.ended.tokens]
     given.stream = given.return_logprob = False
@@ -143,8 +139,8 @@ async def _one(
 async def _in_one_request(
     generate: Generate, manager: Any, prompt: list[int], carried: EngineRequest
 ) -> tuple[ListResult, dict[Tokens, str], dict[str, Any]]:
-    """Return what the engine has made, the items' texts by their tokens, and what SGLang says of any answer. Cancelled,
-    it takes the request back."""
+    """Return what the engine has made, the items' texts, and what SGLang says of any answer. Cancelled, it takes the
+    request back."""
     request = GenerateReqInput(
         rid=uuid.uuid4().hex,
         input_ids=prompt,

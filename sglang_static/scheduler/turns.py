@@ -1,10 +1,9 @@
 """Ranked lists in SGLang's beam search, beside other requests: which wait to be admitted, and which steps they sit out.
 
 A step with a list, of hundreds of rows, may take many times as long as one without. Lists together have at most half of
-the rows and KV slots, and `max_list_rows_per_step` rows, or one list has more alone: others wait outside the queue. And
-steps are taken in turns: after a step with lists the other requests have steps of their own, until these have had as
-many rows. All ranks decide alike: by rows, never by time. A group of beams that belongs to a list is known by its
-`num_candidates`.
+the rows and KV slots, and `max_list_rows_per_step` rows, or one list has more alone: others wait outside the queue.
+After a step with lists the other requests have steps of their own, until these have had as many rows. All ranks decide
+alike: by rows, never by time. A list's group is known by its `num_candidates`.
 """
 
 import copy
@@ -15,7 +14,6 @@ from weakref import WeakSet
 from sglang_static.compat import hook
 from sglang_static.scheduler import masks
 
-_COORDINATOR = "sglang.srt.beam_search.coordinator"
 _SCHEDULER = "sglang.srt.managers.scheduler:Scheduler"
 WHOLE = 0  # `num_candidates` of a list's group: it takes whole logits, and not the best tokens of each row
 
@@ -54,7 +52,7 @@ def promised_rows() -> int:
     return sum(int(group.beam_width) - 1 for group in waiting)
 
 
-@hook(f"{_COORDINATOR}:_rows_topk_logprobs", why="a list's beams read whole logits")
+@hook("sglang.srt.beam_search.coordinator:_rows_topk_logprobs", why="a list's beams read whole logits")
 def rows_topk_logprobs(original: Callable[..., Any], pieces: Any, num_candidates: int) -> Any:
     return (pieces, None) if num_candidates == WHOLE else original()
 

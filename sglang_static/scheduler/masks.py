@@ -130,16 +130,9 @@ class ItemSetSampler:
         the set leaves its row unmasked: its parent's row gives it no chance.
         """
         slots, drafts = batch.req_pool_indices.long(), verify.draft_token_num
-        tokens = verify.draft_token.long().reshape(-1, drafts)
-        rows = Batch(
-            slots=slots,
-            history=tokens,
-            begin=self._prompt[slots] - batch.seq_lens,
-            end=self._one[: len(slots)],
-            by_slot=False,
-            tokens=tokens.reshape(-1),
-            rows_each=drafts,
-        )
+        tokens, begin = verify.draft_token.long().reshape(-1, drafts), self._prompt[slots] - batch.seq_lens
+        options: dict[str, Any] = {"by_slot": False, "tokens": tokens.reshape(-1), "rows_each": drafts}
+        rows = Batch(slots, tokens, begin, self._one[: len(slots)], **options)
         if verify.tree_topk != 1:  # SGLang itself takes 1 for a chain; n-grams make trees of any form
             parents = parents_of(verify.retrieve_next_token, verify.retrieve_next_sibling)
             first_row = torch.arange(0, len(slots) * drafts, drafts, device=slots.device)[:, None]
@@ -215,10 +208,8 @@ class ItemSetSampler:
         lengths = list(map(len, outputs))
         if (most := max(lengths)) > 0:
             self.arena.use([row[2] for row in rows])
-            padded = [token for output in outputs for token in output + [0] * (most - len(output))]
-            end, history = moved(lengths + padded, self.arena.device).tensor_split([len(outputs)])
-            begin = torch.zeros_like(end)
-            self.slots.walk(Batch(slots, history.view(-1, most), begin, end, by_slot=False))
+            end, history = moved(lengths, slots.device), moved(as_table(outputs, most).long(), slots.device)
+            self.slots.walk(Batch(slots, history, torch.zeros_like(end), end, by_slot=False))
 
 
 def moved(table: Tensor | Sequence[int], device: torch.device) -> Tensor:

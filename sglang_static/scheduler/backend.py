@@ -27,7 +27,6 @@ from sglang_static import compat
 from sglang_static.compat import logger
 from sglang_static.metrics import SchedulerFigures
 from sglang_static.scheduler import masks
-from sglang_static.scheduler.masks import receive_request
 from sglang_static.scheduler.versions import RankDevices
 
 
@@ -96,7 +95,7 @@ class StaticBackend:
             if carried.grammar:
                 del custom[WIRE]
                 return self._admit_holes(manager, request, carried)
-            _, item_set = receive_request(self._catalogue, custom)
+            item_set = masks.receive_set(self._catalogue, carried, custom)
             self._check_room(manager.scheduler, request, item_set)
             compat.decode_alone(request)
             stops = compat.stop_tokens(request)

@@ -6,9 +6,8 @@ races of all draws of a request are rows of one group.
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -23,7 +22,7 @@ from itemset.masking.arena import ArenaFullError, Resident
 from itemset.ranking.lockstep import Lockstep, rows_of_passes
 from itemset.serving.wire import ListResult, ListSpec, NoList, read
 from sglang_static.scheduler import masks
-from sglang_static.scheduler.masks import ItemSetSampler, moved, receive_request
+from sglang_static.scheduler.masks import ItemSetSampler, moved, receive_set
 from sglang_static.scheduler.turns import WHOLE, is_list, promised_rows
 
 MOST_PASSES = 32  # of a list: rounds read a long tail in one request
@@ -241,11 +240,37 @@ class ItemCoordinator(BeamCoordinator, kw_only=True):  # type: ignore[call-arg]
     """SGLang's, for its own beam searches and for lists, which are beam searches inside a set."""
 
     def validate_and_init(self, req: Any, recv_req: Any, **later: Any) -> str | None:
-        """Give a request its group; return why it gets none."""
-        make_group = partial(super().validate_and_init, req, recv_req, **later)
-        carried = read(req.sampling_params.custom_params)
-        of_list = carried is not None and carried.ranked is not None
-        return give_group(self, req, make_group) if of_list else make_group()
+        """Give a request its group; return why it gets none: of a list, why rounds must make it."""
+        params, sampler = req.sampling_params, masks.current()
+        carried = read(params.custom_params)
+        if carried is None or (spec := carried.ranked) is None:
+            return super().validate_and_init(req, recv_req, **later)
+        if sampler is None:
+            return _refusal(NoList.NOT_HERE, "item sets are on the host path")
+        if sampler.runner.lora_manager is not None:
+            return _refusal(NoList.NOT_HERE, "with LoRA adapters each row of a pass needs its request")
+        try:
+            item_set = receive_set(sampler.catalogue, carried, params.custom_params)
+        except ItemSetError as failure:
+            return _refusal(NoList.NO_ROOM_NOW, str(failure))
+        options: dict[str, Any] = {"renormalised": spec.renormalised, "end_token": spec.scored_end}
+        counts = rows_of_passes(item_set.level_plan, spec.width, races=len(spec.races), **options)
+        if reason := _why_not(self, counts, len(req.origin_input_ids), sampler.list_rows):
+            return _refusal(*reason)
+        # SGLang's own group takes twice as many candidates from the vocabulary as it has beams; ours takes none.
+        params.beam_width, params.n = min(rows_in(counts), self.model_config.vocab_size // 2), 1
+        params.max_new_tokens = 1 + len(counts)
+        if error := super().validate_and_init(req, recv_req, **later):
+            return _refusal(NoList.NOT_HERE, error)
+        try:
+            resident = sampler.arena.plan.acquire(item_set)
+        except ArenaFullError as full:
+            self.retire_group(req)
+            req.beam_group = None
+            return _refusal(NoList.NO_ROOM_NOW, str(full))
+        weakref.finalize(req, sampler.arena.plan.release, resident.number)
+        req.beam_group = ItemGroup(sampler, item_set, resident, spec, counts, req.beam_group)
+        return None
 
     def pending_member_rows(self, *args: Any, **kwargs: Any) -> int:
         """Return the rows also of groups that are admitted in the same step, or whose prompts are in pieces."""
@@ -262,39 +287,6 @@ class ItemCoordinator(BeamCoordinator, kw_only=True):  # type: ignore[call-arg]
         if up_to_tick is None and is_list(group):
             group.await_selections()
         super()._reclaim_orphans(group, up_to_tick, **later)
-
-
-def give_group(coordinator: Any, req: Any, make_group: Callable[[], str | None]) -> str | None:
-    """Give a request for a list its group; return why rounds must make the list, or None. make_group: SGLang's."""
-    params, sampler = req.sampling_params, masks.current()
-    if sampler is None:
-        return _refusal(NoList.NOT_HERE, "item sets are on the host path")
-    if sampler.runner.lora_manager is not None:
-        return _refusal(NoList.NOT_HERE, "with LoRA adapters each row of a pass needs its request")
-    try:
-        carried, item_set = receive_request(sampler.catalogue, params.custom_params)
-    except ItemSetError as failure:
-        return _refusal(NoList.NO_ROOM_NOW, str(failure))
-    spec = carried.ranked
-    assert spec is not None
-    options: dict[str, Any] = {"renormalised": spec.renormalised, "end_token": spec.scored_end}
-    counts = rows_of_passes(item_set.level_plan, spec.width, races=len(spec.races), **options)
-    if reason := _why_not(coordinator, counts, len(req.origin_input_ids), sampler.list_rows):
-        return _refusal(*reason)
-    # SGLang's own group takes twice as many candidates from the vocabulary as it has beams; ours takes none.
-    params.beam_width, params.n = min(rows_in(counts), coordinator.model_config.vocab_size // 2), 1
-    params.max_new_tokens = 1 + len(counts)
-    if error := make_group():
-        return _refusal(NoList.NOT_HERE, error)
-    try:
-        resident = sampler.arena.plan.acquire(item_set)
-    except ArenaFullError as full:
-        coordinator.retire_group(req)
-        req.beam_group = None
-        return _refusal(NoList.NO_ROOM_NOW, str(full))
-    weakref.finalize(req, sampler.arena.plan.release, resident.number)
-    req.beam_group = ItemGroup(sampler, item_set, resident, spec, counts, req.beam_group)
-    return None
 
 
 def _refusal(reason: NoList, detail: str) -> str:

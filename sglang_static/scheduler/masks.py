@@ -16,7 +16,7 @@ from itemset.masking.slots import MAX_STOP_TOKENS, NO_SET, Slots, as_table
 from itemset.ranking.beams import warm_up
 from itemset.serving.catalogue import Catalogue
 from itemset.serving.config import StaticConfig
-from itemset.serving.wire import WIRE, EngineRequest, SetRef, read
+from itemset.serving.wire import WIRE, EngineRequest, SetRef
 from itemset.trie.walk import DEAD, END
 from sglang_static import compat
 from sglang_static.compat import hook, logger
@@ -239,17 +239,15 @@ def parents_of(first_child: Tensor, next_sibling: Tensor) -> Tensor:
     return inverse(first_child).gather(1, first)
 
 
-def receive_request(catalogue: Catalogue, custom: dict[str, Any]) -> tuple[EngineRequest, ItemSet]:
-    """Return what a request with one set carries in its `custom_params`, and the set, whose bytes are taken out.
+def receive_set(catalogue: Catalogue, carried: EngineRequest, custom: dict[str, Any]) -> ItemSet:
+    """Return the set that a request carries in its `custom_params`, and take its bytes out of these.
 
     Raises ItemSetError for a set that is not known, or whose tables are damaged.
     """
-    carried = read(custom)
-    assert carried is not None
     assert carried.item_set is not None
     item_set = catalogue.receive(carried.item_set).item_set
     custom[WIRE] = carried.but(item_set=SetRef(carried.item_set.reference))
-    return carried, item_set
+    return item_set
 
 
 @hook("sglang.srt.model_executor.model_runner:ModelRunner._preprocess_logits")

@@ -23,8 +23,7 @@ _BODY = {"": WORDS, STRUCTURED: (CHOICE,)}
 _WITHIN = tuple(word for word in WORDS if word != STRUCTURED)
 _ASKING = (*OF_SET, CHOICE, DRAWS, LIST_AFTER)
 _OWN = tuple(dict.fromkeys((*_ASKING, LIST, *request_fields.OPTIONS, *request_fields.DRAWN)))
-_OPENAI = _BODY | {CUSTOM: _WITHIN, "response_format": ("schema",)}
-SERVED = dict.fromkeys(DRAWING, _OPENAI) | {
+SERVED = dict.fromkeys(DRAWING, _BODY | {CUSTOM: _WITHIN, "response_format": ("schema",)}) | {
     # No custom_params are read.
     "/v1/responses": _BODY | {"": (REFERENCE, *SELECTION, SLATE, ATTRIBUTES, CHOICE, STRUCTURED, GUIDED)},
     "/generate": _BODY | {PARAMS: (*_WITHIN, *KINDS), f"{PARAMS}.{CUSTOM}": _WITHIN},
@@ -39,7 +38,6 @@ SURFACE = lost_fields.Surface(
     inside="name a set in item_set, beside the other fields; state a schema in response_format (/generate: "
     "json_schema, /v1/responses: text.format), a grammar in ebnf (not on /v1/responses)",
 )
-UNSEEN = ("/generate", "/v1/responses")  # stream before a request is judged; the others wait for its first token
 
 
 class ItemSetFields(http_bodies.BodyMiddleware):
@@ -89,7 +87,8 @@ class ItemSetFields(http_bodies.BodyMiddleware):
     async def make(self, request: Any, given: Any) -> None:
         """Judge a request that is to be streamed, and make its sets. Raises as `FrontEnd.judge` does."""
         front_end, body = _front_end(), http_bodies.body()
-        if front_end is None or not isinstance(given, dict) or not given.get("stream") or body.path not in UNSEEN:
+        unseen = body.path in ("/generate", "/v1/responses")  # the others wait for the first token
+        if front_end is None or not isinstance(given, dict) or not given.get("stream") or not unseen:
             return
         if body.fields is not None or any(constraint_of(one, {}) for one in request_fields.at(given, PARAMS)):
             names = ("custom_logit_processor", *(PROMPTS if body.path == "/generate" else ()))

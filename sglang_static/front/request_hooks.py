@@ -1,32 +1,25 @@
 """The hooks by which a request with an item set passes SGLang's front end, of a server or offline."""
 
 from collections.abc import AsyncGenerator, Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from itemset.errors import ItemSetError
 from itemset.serving.config import start_up
 from itemset.serving.front import http_bodies
 from itemset.serving.front.request_fields import LOGPROBS, REFERENCE
-from itemset.serving.hooks import Later
 from itemset.serving.wire import WIRE
 from sglang_static import compat
 from sglang_static.compat import hook
 from sglang_static.front import answers
 from sglang_static.front.request import CARRIED, names_sets, places, without_words
 
-if TYPE_CHECKING:
-    from itemset.serving import metrics
-    from sglang_static.front import front_end as front_ends
-    from sglang_static.front import http, list_requests
-else:
-    metrics, http = Later("itemset.serving.metrics"), Later("sglang_static.front.http")
-    front_ends, list_requests = Later("sglang_static.front.front_end"), Later("sglang_static.front.list_requests")
-
 
 @hook("sglang.srt.entrypoints.http_server:app", extends=True)
 def _add_middleware(app: Any) -> None:
     """The middleware that brings a body's fields to its request, innermost; the routes of /v1/item_sets."""
     from starlette.middleware import Middleware
+
+    from sglang_static.front import http
 
     if not any(one.cls is http.ItemSetFields for one in app.user_middleware):
         app.user_middleware.append(Middleware(http.ItemSetFields))
@@ -39,8 +32,10 @@ def _init_tokenizer(original: Callable[..., Any], self: Any) -> None:
     original()
     self.static_front_end = None
     if compat.is_ours(self.server_args):
+        from sglang_static.front.front_end import FrontEnd
+
         with start_up():
-            self.static_front_end = front_ends.FrontEnd(self)
+            self.static_front_end = FrontEnd(self)
 
 
 @hook("sglang.srt.managers.tokenizer_manager:TokenizerManager.generate_request")
@@ -50,6 +45,9 @@ async def _generate_request(
     """Requests are judged, inline sets encoded beside the event loop; a ranked list in place of a beam search."""
     compat.follower_of(self)  # once there is an event loop
     if self.static_front_end is not None and hasattr(obj, "custom_logit_processor"):
+        from itemset.serving import metrics
+        from sglang_static.front import list_requests
+
         with metrics.refusals():
             # Encoding a large inline set takes seconds, and all below runs on the event loop.
             ranked = await self.static_front_end.judge(obj, request)

@@ -66,8 +66,6 @@ def free_member_rows(original: Callable[..., Any], group: Any, req_to_token_pool
 
 
 SHARE = 2  # lists have this part of the rows and KV slots: one half
-SMALL_STEP = 256  # rows of a step that takes no longer with fewer, because it waits for the weights
-SMALL_STEP_ON_CPU = 64
 
 
 class Turns:
@@ -75,7 +73,8 @@ class Turns:
 
     def __init__(self, device: str) -> None:
         self.apart: Any = None  # the batch of the step that is under way, if it is one that lists sit out
-        self._small = SMALL_STEP_ON_CPU if device == "cpu" else SMALL_STEP
+        # Rows of a step that takes no longer with fewer, because it waits for the weights.
+        self._small = 64 if device == "cpu" else 256
         self._owed = 0  # rows that the other requests have had less than lists
 
     def others(self, batch: Any) -> list[int] | None:

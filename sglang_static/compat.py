@@ -8,7 +8,6 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from itemset.errors import ItemSetError
@@ -40,11 +39,8 @@ hook = hooks.Hooks(IMPORTED, _put)  # declares a hook into SGLang
 
 
 def sglang_version() -> str:
-    """Return the installed version of SGLang. Raises RuntimeError where there is none."""
-    try:
-        return version("sglang")
-    except PackageNotFoundError:
-        raise RuntimeError("static-backend needs SGLang here: pip install sglang") from None
+    """Return the version of SGLang, as it says itself."""
+    return str(importlib.import_module("sglang.version").__version__)
 
 
 def install() -> None:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from typing import Any
 
-from itemset.errors import ItemSetError
 from itemset.serving import hooks
 from itemset.serving.config import BACKEND, from_environment
 from itemset.serving.constraint import JSON
@@ -90,8 +89,6 @@ def follower_of(manager: Any) -> Any:
             from sglang.srt.managers.io_struct import DumperControlReqInput
 
             outputs = await manager.dumper_control(DumperControlReqInput(method=METHOD, body=message))
-            if failed := [output.error for output in outputs if not output.success]:
-                raise ItemSetError(failed[0])
             return [output.response[0] for output in outputs]
 
         front.follow(lambda message: asyncio.run_coroutine_threadsafe(send_to_all(message), loop).result()).start()

@@ -99,11 +99,9 @@ class FrontEnd(FrontEndBase):
             refuse_unsampled(with_defaults[i], self.vocab_size)
             theirs = processors if isinstance(processors, list) else [processors]
             if any(own is not None for own in (theirs[i : i + 1] if len(theirs) == len(each) else theirs)):
-                raise RefusedError(
-                    "custom_logit_processor",
-                    "custom_logit_processor is not supported with an item set, from which it could lead away: leave it "
-                    "out",
-                )
+                word = "custom_logit_processor"
+                message = f"{word} is not supported with an item set, from which it could lead away: leave it out"
+                raise RefusedError(word, message)
             if one.weighed and not ranked and not one.after:
                 self._check_weighed(one.weighed, request, i, params or {})
             if one.choice is not None and one.made is None:
@@ -166,10 +164,9 @@ class FrontEnd(FrontEndBase):
         return self.begin_list(asked, prompt_tokens=prompt_tokens, after=AFTER, reasons=reasons)
 
     def _marker(self, after: str | bool) -> Tokens:
-        if len(marker := super()._marker(after)) > 1:
-            message = (
-                f"{LIST_AFTER} has {len(marker)} tokens, and SGLang ends an answer at one: give one that is a token"
-            )
+        marker = super()._marker(after)
+        if (count := len(marker)) > 1:
+            message = f"{LIST_AFTER} has {count} tokens, and SGLang ends an answer at one: give one that is a token"
             raise wrong_type(message, LIST_AFTER)
         return marker
 

@@ -170,15 +170,12 @@ def prepare_drafts(original: Callable[..., Any], batch: Any) -> Any:
 
 
 def warn_of_unmasked(given: Any, *, forced: bool) -> None:
-    """Warn of drafts that item sets do not mask. given: the server's resolved arguments. forced: `forced_drafts`."""
+    """Warn of drafts that item sets do not mask. given: arguments of a server that speculates. forced: the option."""
     algorithm = given.speculative_algorithm
     reasons = {
         "they come from a table of n-grams": algorithm == "NGRAM" and not forced,
         "it drafts in a way of its own": given.enable_multi_layer_eagle or algorithm == "FROZEN_KV_MTP",
     }
-    if algorithm is not None and (reason := next((reason for reason, holds in reasons.items() if holds), None)):
-        logger.warning(
-            "Drafts of %s are not masked by item sets (%s): verification alone masks them, and fewer are accepted.",
-            algorithm,
-            reason,
-        )
+    message = "Drafts of %s are not masked by item sets (%s): verification alone masks them, and fewer are accepted."
+    for reason in (reason for reason, holds in reasons.items() if holds):
+        logger.warning(message, algorithm, reason)

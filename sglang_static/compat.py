@@ -10,10 +10,12 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from typing import Any
 
+from xgrammar import TokenizerInfo
+
 from itemset.serving import hooks
 from itemset.serving.config import BACKEND, from_environment
 from itemset.serving.constraint import JSON
-from itemset.serving.hooks import IMPORTED
+from itemset.serving.hooks import IMPORTED, Later
 
 logger = logging.getLogger("sglang_static")
 
@@ -35,6 +37,9 @@ def _put(target: str, around: Callable[..., Any]) -> None:
 
 
 hook = hooks.Hooks(IMPORTED, _put)  # declares a hook into SGLang
+grammars = Later("sglang.srt.constrained.base_grammar_backend")
+messages = Later("sglang.srt.managers.io_struct")
+runtime = Later("sglang.srt.runtime_context")
 
 
 def sglang_version() -> str:
@@ -86,10 +91,8 @@ def follower_of(manager: Any) -> Any:
         loop = manager.event_loop
 
         async def send_to_all(message: Any) -> list[Any]:
-            from sglang.srt.managers.io_struct import DumperControlReqInput
-
-            outputs = await manager.dumper_control(DumperControlReqInput(method=METHOD, body=message))
-            return [output.response[0] for output in outputs]
+            asked = messages.DumperControlReqInput(method=METHOD, body=message)
+            return [output.response[0] for output in await manager.dumper_control(asked)]
 
         front.follow(lambda message: asyncio.run_coroutine_threadsafe(send_to_all(message), loop).result()).start()
     return front and front.follower
@@ -109,9 +112,7 @@ def of_all_ranks(scheduler: Any, value: Any) -> list[Any]:
 
 def counts_requests() -> bool:
     """Return whether this scheduler is the one of its ranks whose requests are counted (managers/scheduler.py)."""
-    from sglang.srt.runtime_context import get_parallel
-
-    ranks = get_parallel()
+    ranks = runtime.get_parallel()
     return bool(ranks.pp_rank == 0 and ranks.attn_tp_rank == 0 and ranks.attn_cp_rank == 0)
 
 
@@ -154,18 +155,16 @@ def refuse_unmasked(server_args: Any) -> None:
 
 def everything_else(tokenizer: Any, vocab_size: int, end_tokens: Any) -> Any:
     """Return xgrammar's backend as SGLang makes it, for other grammars (base_grammar_backend.py)."""
-    from sglang.srt.constrained.base_grammar_backend import BaseGrammarBackend
     from sglang.srt.constrained.reasoner_grammar_backend import ReasonerGrammarBackend
     from sglang.srt.constrained.xgrammar_backend import TokenizerNotSupportedError, XGrammarGrammarBackend
-    from sglang.srt.runtime_context import get_serving
 
     ends, (parser, mark) = list(end_tokens or ()) or None, reasoning(tokenizer)
     try:
         backend = XGrammarGrammarBackend(tokenizer, vocab_size=vocab_size, model_eos_token_ids=ends, **json_options())
     except TokenizerNotSupportedError as error:
         logger.warning("Item sets are served, other grammars are not: %s", error)
-        return BaseGrammarBackend()
-    strict = get_serving().enable_strict_thinking
+        return grammars.BaseGrammarBackend()
+    strict = runtime.get_serving().enable_strict_thinking
     return ReasonerGrammarBackend(backend, parser, tokenizer, enable_strict_thinking=strict) if mark else backend
 
 
@@ -173,9 +172,8 @@ def reasoning(tokenizer: Any) -> tuple[Any, tuple[int, ...]]:
     """Return the parser of the model's reasoning, None without one, and the tokens that end it: none if the tokenizer
     has none for them, of which SGLang has warned."""
     from sglang.srt.parser.reasoning_parser import ReasoningParser
-    from sglang.srt.runtime_context import get_serving
 
-    if not (name := get_serving().reasoning_parser):
+    if not (name := runtime.get_serving().reasoning_parser):
         return None, ()
     parser = ReasoningParser(model_type=name, stream_reasoning=False, tokenizer=tokenizer)
     return parser, tuple(parser.detector.get_think_end_token_ids(tokenizer) or ())
@@ -183,8 +181,6 @@ def reasoning(tokenizer: Any) -> tuple[Any, tuple[int, ...]]:
 
 def token_info(tokenizer: Any, vocab_size: int, end_tokens: Any) -> Any:
     """Return what SGLang tells xgrammar of the tokenizer (constrained/xgrammar_backend.py, XGrammarGrammarBackend)."""
-    from xgrammar import TokenizerInfo
-
     if hasattr(tokenizer, "init_xgrammar"):
         return tokenizer.init_xgrammar()[0]
     ends = list(end_tokens or ()) or None
@@ -193,9 +189,7 @@ def token_info(tokenizer: Any, vocab_size: int, end_tokens: Any) -> Any:
 
 def json_options() -> dict[str, Any]:
     """Return how SGLang has xgrammar read schemas (constrained/xgrammar_backend.py, dispatch_json)."""
-    from sglang.srt.runtime_context import get_serving
-
-    serving = get_serving()
+    serving = runtime.get_serving()
     return {
         "any_whitespace": not serving.constrained_json_disable_any_whitespace,
         "max_whitespace_cnt": serving.constrained_json_max_whitespace_cnt,
@@ -212,13 +206,11 @@ def validate(kind: str, spec: str) -> None:
 
 def refuses(kind: str, spec: str) -> bool:
     """Return whether SGLang itself refuses a constraint, before xgrammar sees it (base_grammar_backend.py)."""
-    from sglang.srt.constrained.base_grammar_backend import _grammar_key_contains_nul
-
     try:
         validate(kind, spec)
     except ValueError:
         return True
-    return bool(_grammar_key_contains_nul(kind, spec))
+    return bool(grammars._grammar_key_contains_nul(kind, spec))
 
 
 def compile_later(manager: Any, request: Any, name: str, compiled: Callable[[], Any], threads: Executor | None) -> None:

@@ -9,8 +9,12 @@ from typing import Any
 from itemset.errors import ItemSetError
 from itemset.serving.catalogue import with_versions
 from itemset.serving.config import BACKEND, FLAGS, StaticConfig, add_flags, start_up, with_named
+from itemset.serving.hooks import Later
+from itemset.text import loading
 from sglang_static import compat
 from sglang_static.compat import hook
+
+source_sets = Later("itemset.source_sets")  # which imports all that builds sets
 
 
 def add_backend_name() -> None:
@@ -31,24 +35,16 @@ def _add_engine_arguments(engine: Any) -> None:
         if given and arguments.get("grammar_backend") != BACKEND:
             raise ValueError(f"{', '.join(given)} need the static backend: add grammar_backend={BACKEND!r}")
         if given:
-            compat.set_options(_with_indexes(given, SimpleNamespace(**arguments)))
+            tokenizer = partial(_tokenizer_of, SimpleNamespace(**arguments))
+            compat.set_options(source_sets.with_indexes(given, tokenizer))
         return make(**arguments)
 
     engine.server_args_class = staticmethod(server_args)
 
 
-def _with_indexes(given: dict[str, Any], arguments: Any) -> dict[str, Any]:
-    """Return the options with an index in place of each source. arguments: of the server, for its tokenizer."""
-    from itemset.source_sets import with_indexes
-
-    return with_indexes(given, partial(_tokenizer_of, arguments))
-
-
 def _tokenizer_of(arguments: Any) -> Any:
     """Return the tokenizer as SGLang loads it."""
     from sglang.srt.utils.hf_transformers_utils import get_tokenizer
-
-    from itemset.text import loading
 
     names = ("tokenizer_mode", "trust_remote_code", "revision", "tokenizer_backend")
     named = {name: value for name in names if (value := getattr(arguments, name, None)) is not None}
@@ -95,5 +91,6 @@ def _check_server_args(original: Callable[..., Any], self: Any) -> Any:
             compat.refuse_unmasked(self)
             if config.item_set_draft_head is not None:
                 raise ValueError("item_set_draft_head works in vLLM only, on its model runner V2: leave it out")
-            compat.set_options(with_versions(_with_indexes(given, compat.resolved(self))))
+            tokenizer = partial(_tokenizer_of, compat.resolved(self))
+            compat.set_options(with_versions(source_sets.with_indexes(given, tokenizer)))
     return original()

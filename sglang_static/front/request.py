@@ -13,6 +13,7 @@ from itemset.serving.front.lost_fields import holds_sets, undisguised
 from itemset.serving.front.request import ItemRequest, candidates, refuse_beside, wants_candidates, wants_draws
 from itemset.serving.front.request_fields import BEAMS, CHOICE, CUSTOM, REFERENCE, SLATE, attributes_asked
 from itemset.serving.front.selections import Prompt
+from sglang_static import compat
 
 CARRIED = "item_set_list"  # attribute of the `GenerateReqInput` that asks for a list in one request: its EngineRequest
 _WORDS = (*request_fields.OF_SET, CHOICE)
@@ -137,8 +138,6 @@ def check_prompts(request: Any, *, listed: bool) -> None:
 
     request: a GenerateReqInput, or what is known of it. listed: whether it is to get lists or draws.
     """
-    from sglang.srt.managers.io_struct import SessionParams
-
     prompts, alone = given_prompts(request)
     if request.text is not None and isinstance(request.text, str) != alone:
         raise request_fields.wrong_type("text and input_ids are of different prompts: give one of them", "input_ids")
@@ -146,7 +145,7 @@ def check_prompts(request: Any, *, listed: bool) -> None:
     if not isinstance(session, dict) or not all(isinstance(one, str | int | None) for one in session.values()):
         message = f"session_params must be an object of texts, numbers and bools, not {session!r:.80}"
         raise request_fields.wrong_type(message, "session_params")
-    known = SessionParams.__struct_fields__
+    known = compat.messages.SessionParams.__struct_fields__
     if unknown := [name for name in session if name not in known]:
         message = f"session_params has no {unknown[0]!r:.80}, it has {', '.join(known)}"
         raise request_fields.wrong_type(message, "session_params")

@@ -44,11 +44,9 @@ def _load_model(original: Callable[..., Any], self: Any) -> Any:
     result = original()
     if not compat.is_ours(self.server_args) or self.is_draft_worker:
         return result
-    from sglang.srt.constrained.base_grammar_backend import register_grammar_backend
-
     from sglang_static.scheduler.backend import make_backend
 
-    register_grammar_backend(BACKEND, make_backend)
+    compat.grammars.register_grammar_backend(BACKEND, make_backend)
     config = StaticConfig.of(compat.options())
     if config.why_on_host(compat.why_host_path(self.server_args)) is None:
         sampler = masks.ItemSetSampler(config, self.device, self.model_config.vocab_size)

@@ -17,10 +17,8 @@ def _handle_dumper_control(original: Callable[..., Any], self: Any, recv_req: An
     if recv_req.method != compat.METHOD:
         original()
         return
-    from sglang.srt.managers.io_struct import DumperControlReqOutput
-
     answer = self.grammar_manager.grammar_backend.static_backend.preparer.answer(recv_req.body, self)
-    output = DumperControlReqOutput(success=True, response=[answer])
+    output = compat.messages.DumperControlReqOutput(success=True, response=[answer])
     self.ipc_channels.send_to_tokenizer.send_output(output, recv_req)
 
 

@@ -48,10 +48,8 @@ def sglang_version() -> str:
 
 
 def install() -> None:
-    """Put each hook in place as soon as its module is imported.
-
-    Raises RuntimeError for a version that is not supported; the import raises it for a missing hook.
-    """
+    """Put each hook in place as soon as its module is imported, which raises RuntimeError for a missing one. Raises
+    RuntimeError for a version that is not supported."""
     installed = sglang_version()
     hooks.check_version("SGLang", installed, SUPPORTED, BROKEN)
     hook.install(f"SGLang {installed}", IMPORTED)

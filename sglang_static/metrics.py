@@ -1,7 +1,5 @@
-"""Metrics of SGLang's processes, for `/metrics` with --enable-metrics. Each writes its own share.
-
-Import it where an engine has started: see `itemset.serving.metrics`.
-"""
+"""Metrics of SGLang's processes, for `/metrics` with --enable-metrics: each its own share. Import it once an engine has
+started: see `itemset.serving.metrics`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +8,7 @@ from itemset.masking.arena import Plan
 from itemset.masking.host import forced_tokens
 from itemset.serving import metrics
 from itemset.serving.metrics import EngineFigures
+from sglang_static import compat
 
 FIGURES = EngineFigures("sum", used="sum")
 
@@ -27,10 +26,10 @@ def count_answer(expected: Any, tokens: Sequence[int], fields: dict[str, Any], *
 class SchedulerFigures:
     """Counts of a scheduler, kept by one of its tensor-parallel ranks."""
 
-    def __init__(self, plan: Plan | None, *, counted: bool) -> None:
-        """plan: of the arena; None on the host path. counted: False if another rank counts."""
-        self._plan, self._counted = plan, counted
-        if counted:
+    def __init__(self, plan: Plan | None) -> None:
+        """plan: of the arena; None on the host path."""
+        self._plan, self._counted = plan, compat.counts_requests()
+        if self._counted:
             for path in ("device", "host"):
                 FIGURES.by_path.labels(path).set(0)
             FIGURES.arena.set(plan.nbytes if plan else 0)

@@ -135,9 +135,7 @@ _DROPPED = (
 
 def check_prompts(request: Any, *, listed: bool) -> None:
     """Raises RefusedError for prompts, and lists of parameters, that do not go together: SGLang would answer 500.
-
-    request: a GenerateReqInput, or what is known of it. listed: whether it is to get lists or draws.
-    """
+    request: a GenerateReqInput, or what is known of it. listed: whether it is to get lists or draws."""
     prompts, alone = given_prompts(request)
     if request.text is not None and isinstance(request.text, str) != alone:
         raise request_fields.wrong_type("text and input_ids are of different prompts: give one of them", "input_ids")

@@ -74,7 +74,7 @@ class StaticBackend:
         config, sampler = StaticConfig.of(compat.options()), masks.current()
         self._catalogue = Catalogue(config) if sampler is None else sampler.catalogue
         self._plan = None if sampler is None else sampler.arena.plan
-        self._figures = SchedulerFigures(self._plan, counted=compat.counts_requests())
+        self._figures = SchedulerFigures(self._plan)
         self.preparer = Preparer(self._catalogue, logger, RankDevices(sampler))
         self._grammars = Grammars(vocabulary)
         options = compat.json_options()
@@ -82,12 +82,9 @@ class StaticBackend:
         compile_all()
 
     def admit(self, manager: Any, request: Any) -> bool | None:
-        """Give the request its set, or its grammar with sets in it. Return whether it waits for that; None if it has
-        neither.
-
-        On the device path a request with a set stays one without a grammar, as far as SGLang can see. One that cannot
-        be served is ended with its reason, HTTP 400.
-        """
+        """Give the request its set, or its grammar with sets in it. Return whether it waits for that; None without
+        either. On the device path SGLang sees a request without a grammar. One that cannot be served is ended with its
+        reason, HTTP 400."""
         custom = request.sampling_params.custom_params or {}
         if (carried := read(custom)) is None:
             return None
@@ -113,11 +110,8 @@ class StaticBackend:
         return False
 
     def _claim(self, manager: Any, request: Any, item_set: ItemSet, stops: set[int]) -> bool:
-        """Claim a place for the request's set, held for as long as the request exists: it takes the device path.
-
-        False, and nothing done, if it must take the host path: a full arena, too many stop tokens, or an end of its
-        reasoning of more than one token.
-        """
+        """Claim a place for the request's set for as long as the request exists. False, and nothing done, if it must
+        take the host path: a full arena, too many stop tokens, or an end of its reasoning of more than one token."""
         start = compat.reasoning_end_token(manager, request)
         if self._plan is None or start is None or len(stops) > MAX_STOP_TOKENS:
             return False
@@ -146,10 +140,8 @@ class StaticBackend:
         return True
 
     def of_texts(self, key: tuple[str, str]) -> StaticGrammar | None:
-        """Return the grammar of a constraint that lists very many texts, with sets in their place; else None.
-
-        key: SGLang's word for its kind, and the constraint (constrained/base_grammar_backend.py).
-        """
+        """Return the grammar of a constraint that lists very many texts, with sets in their place; else None. key:
+        SGLang's word for its kind, and the constraint (constrained/base_grammar_backend.py)."""
         kind = EBNF if key[0] == "full_assistant_ebnf" else key[0]
         refused = self._alternations.may_list(kind, key[1]) and compat.refuses(*key)
         listed = None if refused else self._alternations.get(kind, key[1])

@@ -82,8 +82,8 @@ class _Drafting:
     def select(self, original: Callable[..., Any], i: int, probabilities: Tensor) -> Any:
         """Choose a tree's next rows, which keep their branches' states. probabilities: [rows, topk] of their tokens.
 
-        They are made to fall along each branch, where a forced token leaves them as they are and an illegal one makes
-        them zero: else a node could be chosen to be verified, and not the one above it.
+        They are made to fall along each branch, where a forced token would leave them as they are: else a node could
+        be chosen to be verified without the one above it.
         """
         free = (self._states & LOCAL == FREE)[:, None]
         result = original(topk_p=torch.where(free, probabilities, probabilities.clamp(min=1e-9) * 0.999))
@@ -100,9 +100,7 @@ _stepping: list[_Drafting] = []  # the phase whose steps run
 @contextlib.contextmanager
 def _drafting(worker: Any, slots: Tensor, *, steps: bool) -> Iterator[None]:
     """Mask the logits of a worker's draft model meanwhile, also of a replayed CUDA graph, which has a row a request.
-
-    steps: whether each pass drafts one token more, after what the pass before it has drafted.
-    """
+    steps: whether each pass drafts one token more, after what the pass before it has drafted."""
     sampler = masks.current()
     if sampler is None:
         yield

@@ -29,11 +29,8 @@ MOST_PASSES = 32  # of a list: rounds read a long tail in one request
 
 
 class Chosen(NamedTuple):
-    """What a selection leaves for the commit that follows it. Tensors on the device.
-
-    last: whether no pass is left. state: [2] int64: whether the list is final, and how many beams are open. The others:
-    see `Beams`.
-    """
+    """The result of one selection, read by the commit that follows it: see `Beams`. last: whether no pass is left.
+    state: [2] int64, whether the list is final, and how many beams are open."""
 
     last: bool
     state: Tensor

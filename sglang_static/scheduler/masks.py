@@ -219,11 +219,8 @@ def moved(table: Tensor | Sequence[int], device: torch.device) -> Tensor:
 
 
 def parents_of(first_child: Tensor, next_sibling: Tensor) -> Tensor:
-    """Return the parent of each node of draft trees, -1 for a root: [trees, nodes] integers. By pointer jumping.
-
-    first_child, next_sibling: SGLang's `retrieve_next_token` and `retrieve_next_sibling`, [trees, nodes] integers, -1
-    where there is none.
-    """
+    """Return the parent of each node of draft trees, -1 for a root, by pointer jumping: [trees, nodes] integers, as are
+    SGLang's `retrieve_next_token` and `retrieve_next_sibling`, -1 for none."""
     trees, nodes = first_child.shape
     index = torch.arange(nodes, device=first_child.device).expand(trees, nodes)
 
@@ -240,10 +237,8 @@ def parents_of(first_child: Tensor, next_sibling: Tensor) -> Tensor:
 
 
 def receive_set(catalogue: Catalogue, carried: EngineRequest, custom: dict[str, Any]) -> ItemSet:
-    """Return the set that a request carries in its `custom_params`, and take its bytes out of these.
-
-    Raises ItemSetError for a set that is not known, or whose tables are damaged.
-    """
+    """Return the set that a request carries in its `custom_params`, and take its bytes out of these. Raises
+    ItemSetError for a set that is not known, or whose tables are damaged."""
     assert carried.item_set is not None
     item_set = catalogue.receive(carried.item_set).item_set
     custom[WIRE] = carried.but(item_set=SetRef(carried.item_set.reference))

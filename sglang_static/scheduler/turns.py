@@ -192,10 +192,8 @@ def _again(group: Any) -> Any:
     """Return a group for the same search from its beginning. The coordinator counts it in the place of this one."""
     if is_list(group):
         return group.again()
-    from sglang.srt.beam_search.beam_group import BeamGroup
-
     stops, names = group.stop_token_ids, ("beam_width", "length_penalty", "max_new_tokens", "num_return")
     options = {name: getattr(group, name) for name in names}
-    again = BeamGroup(stop_token_ids=stops.tolist(), device=stops.device, **options)
+    again = type(group)(stop_token_ids=stops.tolist(), device=stops.device, **options)
     again.leader, again.prompt_len = group.leader, group.prompt_len
     return again

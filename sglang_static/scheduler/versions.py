@@ -23,10 +23,8 @@ def _handle_dumper_control(original: Callable[..., Any], self: Any, recv_req: An
 
 
 class RankDevices(Devices):
-    """The devices of tensor-parallel ranks. `engine` is this rank's scheduler. Called by its loop, between steps.
-
-    All ranks get the same messages in the same step and do the same: they agree on each stage.
-    """
+    """The devices of tensor-parallel ranks, which get the same messages in the same step, and agree on each stage.
+    `engine` is this rank's scheduler, whose loop calls this between steps."""
 
     def __init__(self, sampler: Any) -> None:
         """sampler: the ItemSetSampler; None on the host path."""

@@ -8,7 +8,7 @@ races of all draws of a request are rows of one group.
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import torch
@@ -26,18 +26,6 @@ from sglang_static.scheduler.masks import ItemSetSampler, moved, receive_set
 from sglang_static.scheduler.turns import WHOLE, is_list, promised_rows
 
 MOST_PASSES = 32  # of a list: rounds read a long tail in one request
-
-
-class Chosen(NamedTuple):
-    """The result of one selection, read by the commit that follows it: see `Beams`. last: whether no pass is left.
-    state: [2] int64, whether the list is final, and how many beams are open."""
-
-    last: bool
-    state: Tensor
-    tokens: Tensor
-    scores: Tensor
-    proven: Tensor
-    took: Tensor
 
 
 def _of_next_pass(name: str) -> Any:
@@ -90,14 +78,9 @@ class ItemGroup(BeamGroup):
         pool = adder.tree_cache.req_to_token_pool
         if self.beam_width > pool.available_size() - promised:
             return False
-        needed = sum(one.tokens_to_come for one in others)
+        needed = sum(sum(one._counts[max(0, one.num_generated - 1) :]) for one in others)  # by the passes to come
         room = adder.token_to_kv_pool_allocator.available_size() + adder.tree_cache.evictable_size()
         return not needed or needed + self.slots <= room
-
-    @property
-    def tokens_to_come(self) -> int:
-        """KV slots that its next passes take at most."""
-        return 0 if self.retired else sum(self._counts[max(0, self.num_generated - 1) :])
 
     def extra_uncached_tokens(self) -> int:
         """Return what the group holds beyond its leader."""
@@ -131,10 +114,8 @@ class ItemGroup(BeamGroup):
             beams.round(logits)
         self._align(table, self.num_generated)
         self.num_generated += 1
-        last = not beams.passes_left
-        state = torch.stack((beams.all_over.long(), beams.open_beams))
-        chosen = Chosen(last, state, *beams.decided, beams.proven, beams.took)
-        self._pending_steps.append((tick, chosen))
+        last, state = not beams.passes_left, torch.stack((beams.all_over.long(), beams.open_beams))
+        self._pending_steps.append((tick, last, state, (beams.decided, beams.proven, beams.took)))
         self._stream = torch.get_device_module(self._device).current_stream()
         if last:
             return nothing, None
@@ -147,10 +128,10 @@ class ItemGroup(BeamGroup):
         if self.state == BeamGroupState.FINISHED:
             self._pending_steps.clear()
         while self._pending_steps and (up_to_tick is None or self._pending_steps[0][0] <= up_to_tick):
-            chosen: Chosen = self._pending_steps.pop(0)[1]
-            over, open_beams = chosen.state.tolist()
-            if chosen.last or (over and not self._pending_steps):
-                self._result, self._beams, self._item_set = chosen, None, None
+            _, last, state, found = self._pending_steps.pop(0)
+            over, open_beams = state.tolist()
+            if last or (over and not self._pending_steps):
+                self._result, self._beams, self._item_set = found, None, None
                 self._pending_steps.clear()
                 self.state = BeamGroupState.FINISHED
                 return True
@@ -164,14 +145,14 @@ class ItemGroup(BeamGroup):
     def finalize(self) -> list[BeamResult]:
         """Return the items, best first, each with its end token; then the end token with each number of the totals:
         whether all are proven, passes, rounds, and how many items each race has."""
-        chosen, end = self._result, self._spec.end_token
+        (items, proven, took), end = self._result, self._spec.end_token
         races = [  # without what fills up their rows
             [([token for token in row if token >= 0], score) for row, score in table if score != -torch.inf]
-            for table in map(zip, chosen.tokens.tolist(), chosen.scores.tolist())
+            for table in map(zip, items.tokens.tolist(), items.scores.tolist())
         ]
-        passes, rounds = zip(*chosen.took.tolist(), strict=True)
+        passes, rounds = zip(*took.tolist(), strict=True)
         taken = sum(passes) - len(races) + 1  # all begin with the prompt's pass
-        totals = bool(chosen.proven.all()), taken, max(rounds), *map(len, races)
+        totals = bool(proven.all()), taken, max(rounds), *map(len, races)
         return [
             BeamResult(tokens=[*tokens, end], cum_logprob=score, beam_score=score, matched_token=end)
             for tokens, score in [*(item for race in races for item in race), *(([], float(one)) for one in totals)]

@@ -6,7 +6,6 @@ from typing import Any
 import msgspec
 import torch
 
-from itemset.serving.config import StaticConfig
 from itemset.serving.hooks import require
 from sglang_static import compat
 from sglang_static.compat import hook, logger
@@ -31,7 +30,7 @@ def init_beam_coordinator(original: Callable[..., Any], self: Any) -> None:
     most = self.req_to_token_pool.size
     rows = rows_in_memory(most, 4 * LOGITS * sampler.vocab_size, sampler.arena.device)
     sampler.list_rows = rows = min(compat.of_all_ranks(self, rows))
-    asked = StaticConfig.of(compat.options()).max_list_rows_per_step
+    asked = sampler.config.max_list_rows_per_step
     sampler.rows_a_step = min(rows, asked or self.chunked_prefill_size or self.max_prefill_tokens)
     if rows < most:
         logger.warning("Ranked lists: passes have memory for %s rows of %s (--mem-fraction-static)", rows, most)

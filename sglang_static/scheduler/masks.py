@@ -58,8 +58,7 @@ class ItemSetSampler:
 
     def __init__(self, config: StaticConfig, device: torch.device | str, vocab_size: int) -> None:
         """Reserve the device's memory. Raises ItemSetError as `itemset.load` and `Arena` do."""
-        self.catalogue, self.vocab_size = Catalogue(config), vocab_size
-        self.forced_drafts = config.forced_drafts
+        self.catalogue, self.config, self.vocab_size = Catalogue(config), config, vocab_size
         self.arena = Arena(self.catalogue.arena_bytes(), device, kernels=config.item_set_kernels)
         self.holdings = Holdings(self.arena.plan, self.catalogue.registered)
         for item_set in self.catalogue.registered.values():
@@ -154,7 +153,7 @@ class ItemSetSampler:
         drafts: [requests x nodes] int64, a request's last token first. trees: [requests x nodes x nodes], which nodes
         are above each. Both are on the host, which waits for the device here as SGLang did just before.
         """
-        if not self.forced_drafts or not (numbers := self.numbers(batch)):
+        if not self.config.forced_drafts or not (numbers := self.numbers(batch)):
             return
         self.arena.use(numbers)
         slots, nodes = batch.req_pool_indices.long(), drafts.view(len(batch.reqs), -1)

@@ -14,9 +14,7 @@ from itemset.serving.front.request import THOUGHT, Thought
 from itemset.text import decode
 from sglang_static.compat import hook, logger
 
-EXPECTED = "expected_item"
-"""Attribute of a `GenerateReqInput` of one prompt: an `answer_fields.Expected`. Copies for `n` keep it."""
-
+EXPECTED = "expected_item"  # attribute of a GenerateReqInput of one prompt: an `Expected`. Copies for `n` keep it
 _NEAR = 64  # the newest tokens, among which the end of reasoning is looked for
 WEIGHED = "item_set_weight"  # attribute of one for which we have asked for log-probabilities: its field for them
 

@@ -126,11 +126,10 @@ def names_sets(params: Mapping[str, Any]) -> bool:
 
 
 PROMPTS = ("text", "input_ids", "input_embeds", "session_params", "lora_path")  # fields that have to do with prompts
-_DROPPED = (
+_DROPPED = (  # by lists, which requests of our own make
     *("return_hidden_states", "return_routed_experts", "return_sampling_mask", "session_params", "session_id"),
     *("image_data", "video_data", "audio_data"),
 )
-"""Those that a list has not, because requests of our own make it."""
 
 
 def check_prompts(request: Any, *, listed: bool) -> None:

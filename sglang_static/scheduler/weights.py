@@ -17,9 +17,8 @@ from itemset.serving.wire import LOGPROBS, read
 from sglang_static.compat import hook
 from sglang_static.scheduler.masks import moved
 
-_ROWS, _WEIGHTS = "weighed_rows", "item_set_weights"
-"""Attributes of a batch's sampling info: the rows that ask, and whether for log p and log q; and what `_weighed` gives
-until that is handed on."""
+_ROWS = "weighed_rows"  # attribute of a batch's sampling info: the rows that ask, and whether for log p and log q
+_WEIGHTS = "item_set_weights"  # another: what `_weighed` gives, until that is handed on
 
 
 @hook("sglang.srt.managers.tp_worker:TpModelWorker.forward_batch_generation", order=-1)

@@ -19,10 +19,10 @@ LOGITS = 6  # float32 rows for each row of a pass: tensor parallelism gathers an
 def init_beam_coordinator(original: Callable[..., Any], self: Any) -> None:
     """Beams of lists are of ours; the memory of the largest pass of lists is tried before a request comes: without it
     lists take rounds."""
-    from sglang_static.scheduler.lists import BeamCoordinator, ItemCoordinator
+    from sglang_static.scheduler.lists import ItemCoordinator
 
     original()
-    require(BeamCoordinator, ItemCoordinator)
+    require(type(self.beam_coordinator), ItemCoordinator)
     self.beam_coordinator = ItemCoordinator(**msgspec.structs.asdict(self.beam_coordinator))
     self.static_turns = turns.Turns(self.device)
     if (sampler := masks.current()) is None:

@@ -46,6 +46,7 @@ class ItemGroup(BeamGroup):
     many rows a pass has is settled before the engine prepares it, by the selections that have been read until then.
     """
 
+    state: BeamGroupState
     member_rows, member_rows_cpu = _of_next_pass("_members"), _of_next_pass("_members_cpu")
 
     def __init__(

@@ -5,11 +5,9 @@ from typing import Any
 
 
 def refresh(engine: Any, name: str | None = None) -> list[dict[str, Any]]:
-    """Take up what is current of the published sets of an `sglang.Engine`, or of one of them.
-
-    It follows them only while it answers requests. Returns, for each, what `GET /v1/item_sets` tells. Raises
-    ItemSetError: no such set, or a version that cannot be served.
-    """
+    """Take up what is current of an `sglang.Engine`'s published sets, or of one: it follows them only while it answers
+    requests. Returns, for each, what `GET /v1/item_sets` tells. Raises ItemSetError for no such set, or a version that
+    cannot be served."""
     from itemset.errors import ItemSetError
     from sglang_static import compat
 

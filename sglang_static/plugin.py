@@ -17,10 +17,8 @@ _NAMED = {BACKEND, f"--grammar-backend={BACKEND}", "--guided-decoding-backend"} 
 
 
 def register() -> None:
-    """Entry point `sglang.srt.plugins`: runs in every process of SGLang.
-
-    A SGLang version that is not supported, or that lacks a hook, goes on without our backend. An engine that wants it
-    would answer freely then: its process ends by SystemExit.
+    """Entry point `sglang.srt.plugins`: runs in every process of SGLang. An unsupported version, or one that lacks a
+    hook, goes on without our backend. An engine that wants it would answer freely then: its process ends by SystemExit.
     """
     hook = compat.hook
     hook.asked = hook.asked or compat.VARIABLE in os.environ or not _NAMED.isdisjoint(sys.argv)

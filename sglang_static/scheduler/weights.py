@@ -6,7 +6,7 @@ they take part in all that SGLang does with these: asynchronous copies, drafts a
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -35,11 +35,11 @@ def _preprocess_logits(original: Callable[..., Any], logits_output: Any, samplin
     rows, logits = getattr(sampling_info, _ROWS, None), logits_output.next_token_logits
     if not rows:
         return original()
-    logged = moved(list(rows.values()), logits.device)
-    temperatures = torch.where(logged > 0, sampling_info.temperatures[moved(list(rows), logits.device), 0], 1.0)
-    with _weighed(logits, list(rows), temperatures) as weighed:
+    index, logged = moved(list(rows), logits.device), moved(list(rows.values()), logits.device)
+    temperatures = torch.where(logged > 0, sampling_info.temperatures[index, 0], 1.0)
+    with _weighed(logits, index, temperatures) as weighed:
         result = original()
-    setattr(sampling_info, _WEIGHTS, (rows, logged, *weighed))
+    setattr(sampling_info, _WEIGHTS, (rows, logged, index, *weighed))
     return result
 
 
@@ -64,10 +64,11 @@ def verified(batch: Any, logits: Tensor) -> Iterator[None]:
         yield
         return
     each = len(logits) // len(batch.reqs)
-    with _weighed(logits, [request * each + i for request in requests for i in range(each)]) as weighed:
+    index = moved([request * each + i for request in requests for i in range(each)], logits.device)
+    with _weighed(logits, index) as weighed:
         yield
-    rows, legal, whole = weighed
-    table = whole.new_zeros(len(logits)).index_copy_(0, rows, legal.logsumexp(-1) - whole)
+    legal, whole = weighed
+    table = whole.new_zeros(len(logits)).index_copy_(0, index, legal.logsumexp(-1) - whole)
     setattr(batch.sampling_info, _WEIGHTS, (moved(list(requests), logits.device), table))
 
 
@@ -81,18 +82,17 @@ def accepted(original: Callable[..., Any], batch: Any, logits_output: Any, accep
 
 
 @contextlib.contextmanager
-def _weighed(logits: Tensor, rows: Sequence[int], temperatures: Tensor | None = None) -> Iterator[list[Tensor]]:
-    """Mask logits meanwhile. Afterwards the result is the rows, [n] int64, their masked logits, [n, vocabulary]
-    float32, and the log-sum-exp of all, [n]: whatever else was done to the logits, as they were before, and of the
-    tokens that are possible now."""
+def _weighed(logits: Tensor, index: Tensor, temperatures: Tensor | None = None) -> Iterator[list[Tensor]]:
+    """Mask logits meanwhile. Afterwards the result is the masked logits of some rows, [n, vocabulary] float32, and the
+    log-sum-exp of all, [n]: whatever else was done to the logits, as they were before, and of the tokens that are
+    possible now. index: [n] int64, which rows."""
     result: list[Tensor] = []
-    index = moved(rows, logits.device)
     before = logits[index].float()
     if temperatures is not None:
         before /= temperatures[:, None]
     yield result
     whole = before.logsumexp(-1)
-    result += [index, before.masked_fill_(logits[index].isneginf(), -torch.inf), whole]
+    result += [before.masked_fill_(logits[index].isneginf(), -torch.inf), whole]
 
 
 def _asking(batch: Any) -> dict[int, bool]:

@@ -14,7 +14,7 @@ from xgrammar import TokenizerInfo
 
 from itemset.serving import hooks
 from itemset.serving.config import BACKEND, from_environment
-from itemset.serving.constraint import JSON
+from itemset.embedded.placement import JSON
 from itemset.serving.hooks import IMPORTED, Later
 
 logger = logging.getLogger("sglang_static")

@@ -15,9 +15,9 @@ import numpy as np
 import wrapt
 
 from itemset.embedded.holes import Vocabulary
+from itemset.embedded.placement import EBNF, LARK
 from itemset.serving import hooks
 from itemset.serving.config import BACKEND, StaticConfig, Switch
-from itemset.embedded.placement import EBNF, LARK
 from itemset.serving.constraint import after
 from itemset.serving.hooks import START
 from itemset.serving.wire import WIRE, EngineRequest

@@ -60,7 +60,7 @@ class View(ItemSet):
 
     def items(self) -> list[list[int]]:
         """Return the tokens of each of its items, in the set's own order."""
-        return self.items_at(np.flatnonzero(self.whole.numbers_in(self) >= 0))
+        return [item for part, rows in self.whole.parts() for item in self.items_at(part[self._numbers_of(rows) >= 0])]
 
     def save(self, path: str | os.PathLike[str]) -> NoReturn:
         raise ItemSetError("a view cannot be saved: save the set itself, and filter it again")

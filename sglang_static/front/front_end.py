@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 from itemset.embedded.holes import Vocabulary
-from itemset.embedded.placement import JSON
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import ModelLimits, StaticConfig, Words
 from itemset.serving.constraint import Constraint, after

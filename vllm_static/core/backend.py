@@ -19,7 +19,7 @@ from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 from itemset import ItemSetError
 from itemset.embedded.composite_grammar import Composite
 from itemset.embedded.holes import Once
-from itemset.embedded.placement import EBNF, JSON, REGEX, TAG
+from itemset.embedded.placement import JSON, REGEX, TAG
 from itemset.masking.host import HostState, fill_bitmasks, forced_tokens
 from itemset.serving.catalogue import Catalogue
 from itemset.serving.config import StaticConfig

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path, PurePath
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ from itemset.errors import Faults, ItemSetError, ItemSetWarning, shown
 ITEM = "item {}"
 BATCH = 10_000  # texts a tokenizer call: large enough for its threads, small enough for its Python lists
 
-Escape = Literal["json", "text"]  # for items inside longer texts: as in a JSON string, or as they are
+Escape = Literal["json", "text", "space"]  # inside longer texts: as in a JSON string, as they are, or after a space
 _CARRIER = "\n"  # joins no word, and tokenizers that mark a word's start have a token or a byte of its own for it
 _CARRIED = ("x", "The film", "1", "é")
 
@@ -56,7 +56,8 @@ def encode(
         nothing is padded or cut.
     escape: for items that stand inside a longer text: the tokens are those that `prefix` and the text have in the
         middle of one, without the mark of a word's start that some tokenizers put before a whole text. "json" also
-        escapes both as in a JSON string, but for characters that are not ASCII; "text" escapes nothing.
+        escapes both as in a JSON string, but for characters that are not ASCII; "text" escapes nothing; "space" puts a
+        space before both.
     before: number of items before these, if they are a part of many: errors count from the first of all.
     name: what errors call an item, with {} for its position. lossy: takes the texts that their tokens do not give back.
     faults: takes what is wrong with texts, which are omitted then; without it, all of that is raised at once.
@@ -71,8 +72,8 @@ def encode(
         raise ItemSetError(f"texts must be a list of texts, not the one text {shown(texts)}: put it in a list")
     if prefix and (why := _refusal(prefix, tokenizer)):
         raise ItemSetError(f"the prefix {shown(prefix)} {why}: give another prefix")
-    if escape not in (None, "json", "text"):
-        raise ItemSetError(f"escape must be json or text, not {shown(escape)}")
+    if escape not in (None, *get_args(Escape)):
+        raise ItemSetError(f"escape must be json, text or space, not {shown(escape)}")
     carrier = _CARRIER if escape and not continues(tokenizer) else ""
     found, before_these = Faults("items") if faults is None else faults, 0 if faults is None else faults.count
     tokens: list[NDArray[np.int32]] = [np.zeros(0, np.int32)]
@@ -139,7 +140,15 @@ class Lossy:
 
 def escaped(text: str, escape: Escape | None) -> str:
     """Return a text as it stands in an answer: for "json" without the quotes around it."""
-    return json.dumps(text, ensure_ascii=False)[1:-1] if escape == "json" else text
+    if escape == "json":
+        return json.dumps(text, ensure_ascii=False)[1:-1]
+    return " " + text if escape == "space" else text
+
+
+def space_token(tokenizer: Any) -> int | None:
+    """Return the token that a space is at the end of a text; None if that is no token of its own."""
+    before, after = _token_ids(["x:", "x: "], tokenizer)
+    return after[-1] if after[:-1] == before else None
 
 
 def continues(tokenizer: Any) -> bool:

@@ -12,9 +12,9 @@ from typing import Any
 
 from xgrammar import TokenizerInfo
 
+from itemset.embedded.placement import JSON
 from itemset.serving import hooks
 from itemset.serving.config import BACKEND, from_environment
-from itemset.embedded.placement import JSON
 from itemset.serving.hooks import IMPORTED, Later
 
 logger = logging.getLogger("sglang_static")

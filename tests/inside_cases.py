@@ -58,6 +58,13 @@ TAG = {
     },
 }
 EBNF = 'root ::= "[" ItemSet("titles") ("; " [x-z])? "]"'
+SPACED = {  # the space before an item belongs to its first token
+    "type": "triggered_tags",
+    "triggers": ["see "],
+    "tags": [{"begin": "see ", "content": {"type": "item_set", "item_set": "titles"}, "end": "!"}],
+    "at_least_one": True,
+    "stop_after_first": True,
+}
 ALONE = {"item_set": "titles", "n": 3, "exclude_keys": KEYS[:1]}
 BAD = {
     "$.properties.film: format": {"type": "object", "properties": {"film": FILM | {"format": "date"}}},
@@ -133,6 +140,11 @@ def check_ebnf(text: str, items: Sequence[dict[str, Any]]) -> None:
     assert items[0]["text"] in TITLES
 
 
+def check_spaced(text: str, items: Sequence[dict[str, Any]]) -> None:
+    (title,) = re.fullmatch("see (.*)!", text).groups()
+    assert items == [{"text": title, "set": "titles", "key": (key := KEYS[TITLES.index(title)]), "keys": [key]}]
+
+
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "films"}], "max_tokens": 150, "temperature": 1}
 
 
@@ -151,6 +163,8 @@ CASES: dict[str, tuple[str, Any, Callable[[str, Any], None]]] = {
     },
     "tag": ("structural_tag", json.dumps(TAG), check_tag),
     "ebnf": ("grammar", EBNF, check_ebnf),
+    "ebnf with a space": ("grammar", 'root ::= "see " ItemSet("titles") "!"', check_spaced),
+    "tag with a space": ("structural_tag", json.dumps({"type": "structural_tag", "format": SPACED}), check_spaced),
     "slate alone": ("slate", ALONE, check_slate),
 }
 """By name: the constraint's kind as vLLM calls it, or slate; the constraint; what checks an answer's text and items."""

@@ -212,6 +212,29 @@ def test_every_answer_names_its_items_key(
     assert "item" not in post(server, path)["choices"][0]
 
 
+def test_a_space_at_the_end_of_a_prompt_is_the_items_own(server: HttpServer, dialect: Dialect) -> None:
+    """Answers are those of a prompt without it, to which items with a space before them are added."""
+    ended, texts = "A colour: ", ["red apple", "red", "blue"]
+    spaced = {"prompt": ended[:-1], **dialect.choice([" " + text for text in texts])}
+    healed = {"prompt": ended, **dialect.choice(texts)}
+    lists = [post(server, "/v1/completions", **body, use_beam_search=True, n=3) for body in (spaced, healed)]
+    (right, found), (before, tokens) = [one["choices"] for one in lists], [one["usage"] for one in lists]
+    assert tokens["prompt_tokens"] == before["prompt_tokens"]
+    assert [one["text"] for one in found] == [one["text"].removeprefix(" ") for one in right]
+    assert [one["item"]["key"] for one in found] == [one["item"]["key"] for one in right]
+    scores = [[one["item"]["score"] for one in choices] for choices in (found, right)]
+    assert scores[0] == pytest.approx(scores[1], abs=1e-3)
+    streamed = {"model": "tiny", **healed, "prompt": [ended, ended[:-1]], "max_tokens": 40, "stream": True}
+    answers, items = dict[int, str](), dict[int, Any]()
+    for event in server.events("/v1/completions", streamed):
+        for choice in event["choices"]:
+            answers[choice["index"]] = answers.get(choice["index"], "") + choice["text"]
+            items |= {choice["index"]: choice["item"]} if "item" in choice else {}
+    assert items == {index: {"key": texts.index(text)} for index, text in answers.items()}
+    choice = complete(server, **healed, echo=True)
+    assert choice["text"].removeprefix(ended) == texts[choice["item"]["key"]]
+
+
 @pytest.mark.parametrize("path", OPENAI)
 def test_weights(server: HttpServer, path: str) -> None:
     """What they must be: `weight_tests`."""

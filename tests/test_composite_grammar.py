@@ -520,10 +520,11 @@ def test_refuses_what_would_not_hold(where: str) -> None:
             marked("tag", {"type": "structural_tag", "format": content})
 
 
+OF_TAG = {"type": "item_set", "item_set": "films"}
 BAD_TAGS: dict[str, dict[str, Any]] = {
     "no set": {"type": "item_set"},
     "another word": {"type": "item_set", "item_set": "films", "style": "x"},
-    "a space": {"type": "tag", "begin": "<f> ", "content": {"type": "item_set", "item_set": "films"}, "end": "</f>"},
+    "a space": {"type": "tag", "begin": "<f> ", "content": {"type": "or", "elements": [OF_TAG, OF_TAG]}, "end": "</f>"},
     "no format": {"type": "regex", "pattern": {"type": "item_set", "item_set": "films"}},
     "excluded texts": {"type": "json_schema", "json_schema": FILM, "excludes": ["Alien"]},
 }
@@ -542,7 +543,6 @@ def test_refuses_tags(where: str) -> None:
         "root ::= ItemSet(films)",
         'root ::= ItemSet("films"',
         'root ::= ItemSet("films", "people")',
-        'root ::= "a film: " ItemSet("films")',
         'root ::= ItemSet({"item_set": "films", "limit": 3})',
         'root ::= ItemSet({"exclude_keys": [3]})',
         'root ::= ItemSet("films',
@@ -551,6 +551,20 @@ def test_refuses_tags(where: str) -> None:
 def test_refuses_grammars(grammar: str) -> None:
     with pytest.raises(ItemSetError):
         marked("ebnf", grammar)
+
+
+def test_a_space_before_an_item_is_the_items_own() -> None:
+    grammars = ['root ::= "a film: " ItemSet("films") "."', 'root ::= x " "\nItemSet("films")\nx ::= "a"']
+    for grammar in grammars:
+        found = marked("ebnf", grammar)
+        assert [place.spaced for place in found.holes] == [True]
+        assert ' "' not in found.grammar.replace(' "ITEMSET', "").replace(' "a', "").replace(' "."', "")
+    tag = {"type": "tag", "begin": "pip install ", "content": OF_TAG, "end": "\n"}
+    form = {"type": "triggered_tags", "triggers": ["pip install "], "tags": [tag]}
+    found = marked("tag", {"type": "structural_tag", "format": form})
+    assert [place.spaced for place in found.holes] == [True]
+    assert "pip install " not in found.spec
+    assert tag["begin"] == "pip install "  # what is given is left as it was
 
 
 class Counting(Vocabulary):

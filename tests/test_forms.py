@@ -30,6 +30,7 @@ from itemset.serving.wire import FORM, name_of
 
 WORDS = Words("max_model_len", "--max-model-len", "min_tokens", "--additional-config")
 SPELT = [None, "json", "text"]
+PLACES = [(escape, place) for escape in SPELT for place in ("json", "text")] + [(None, "space")]
 LOG = logging.getLogger("test")
 
 
@@ -46,8 +47,7 @@ def told(item_set: ItemSet) -> dict[tuple[int, ...], Any]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("escape", SPELT)
-@pytest.mark.parametrize("place", ["json", "text"])
+@pytest.mark.parametrize(("escape", "place"), PLACES)
 def test_a_form_is_the_set_that_a_build_for_its_place_gives(name: str, escape: Any, place: Any, tmp_path: Path) -> None:
     texts = [*FILMS, FILMS[0], FILMS[10]]  # two have two keys
     first = [text[0] if text[0].isalpha() else None for text in texts]  # texts are stored as numbers, some are missing

@@ -65,7 +65,7 @@ class Joining:
 def test_refuses_what_has_no_tokens_of_its_own() -> None:
     with pytest.raises(ItemSetError, match=r"item 1 \('xyz'\) has other tokens after '\\n' than alone"):
         encode(["Alien", "xyz"], Joining(), escape="text")
-    with pytest.raises(ItemSetError, match="escape must be json or text, not 'xml'"):
+    with pytest.raises(ItemSetError, match="escape must be json, text or space, not 'xml'"):
         encode(["Alien"], tokenizer("tiny"), escape="xml")  # type: ignore[arg-type]
     with pytest.raises(ItemSetError, match=r"item 1 \(''\) is empty"):
         encode(["Alien", ""], tokenizer("llama"), escape="json")

@@ -119,14 +119,16 @@ class Place:
     group: int | None = None  # as of `holes.Hole`, and so is `begins`
     begins: bool = False
     closers: str = ""  # what may come right after it, as far as its place says that
+    spaced: bool = False  # whether the space at the end of the text before it is its items' own
     number: bool = False  # whether it is a JSON number, without quotes
     quoted: bool = False  # whether it is inside a JSON string; known once it is placed
 
     @property
-    def asks(self) -> tuple[str | tuple[str, ...], str, bool, bool]:
+    def asks(self) -> tuple[str | tuple[str, ...], str, bool, bool, bool]:
         """Return what it asks for: equal for equal items."""
         named = self.named if isinstance(self.named, str) else tuple(self.named)
-        return named, json.dumps(self.selection, sort_keys=True, default=repr), self.number, self.quoted
+        selection = json.dumps(self.selection, sort_keys=True, default=repr)
+        return named, selection, self.spaced, self.number, self.quoted
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import json
 import re
 import secrets
 import unicodedata
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -238,23 +238,33 @@ class Marker:
             raise ItemSetError(f"{path}.excludes would not hold for the items of a set: omit it, or exclude keys")
         begin, ends = node.get("begin"), node.get("end")
         ends = [end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, str)]
-        if isinstance(begin, str) and begin.endswith(" ") and _begins_with_item(node.get("content")):
-            raise ItemSetError(f"{path}.begin {NO_SPACE}")
         out: dict[str, Any] = {}
+        own_space = isinstance(begin, str) and begin.endswith(" ") and _begins_with_item(node.get("content"))
+        if own_space and node["content"].get("type") != WORD:
+            raise ItemSetError(f"{path}.begin {NO_SPACE}")
         for key, value in node.items():
-            if key in ("json_schema", "schema"):  # the latter of the older form
+            if own_space and key == "content":
+                out[key] = self._tag(value, f"{path}.content", "".join(end[:1] for end in ends))
+                self._places[-1] = replace(self._places[-1], spaced=True)
+            elif own_space and key == "begin":
+                out[key] = value[:-1]
+            elif key in ("json_schema", "schema"):  # the latter of the older form
                 out[key] = self._whole_schema(value, f"{path}.{key}")
             else:
                 out[key] = self._tag(value, f"{path}.{key}", "".join(end[:1] for end in ends))
+        if isinstance(triggers := node.get("triggers"), list) and isinstance(node.get("tags"), list):
+            tags = [pair for pair in zip(node["tags"], out["tags"], strict=True) if isinstance(pair[0], dict)]
+            spaced = {one.get("begin") for one, own in tags if own.get("begin") != one.get("begin")}
+            out["triggers"] = [text[:-1] if text in spaced else text for text in triggers]
         return out
 
     # Grammars
 
-    def _elements(self, text: str) -> Iterator[str]:
-        at = 0
+    def _elements(self, text: str) -> list[str]:
+        at, parts = 0, list[str]()
         while (match := _EBNF.search(text, at)) is not None:
             if not match[0].startswith("ItemSet"):
-                yield text[at : match.end()]
+                parts.append(text[at : match.end()])
                 at = match.end()
                 continue
             where = f"ItemSet at character {match.start()}"
@@ -268,13 +278,13 @@ class Marker:
                 raise ItemSetError(f'{where}: give it one argument, the name of a set, as ItemSet("films")')
             if others := sorted(set(node) - {WORD, *SELECTION}):
                 raise ItemSetError(f"{where}: there is no {others[0]}")
-            before = text[at : match.start()]
-            if text[max(0, match.start() - 100) : match.start()].rstrip().endswith(' "'):
-                raise ItemSetError(f"the text before the {where} {NO_SPACE}")
-            yield before
-            yield f'"{self._mark(self._place(node, where))}"'
+            between = text[at : match.start()]
+            spaced = not between.strip() and bool(parts) and parts[-1].endswith(' "')
+            if spaced:
+                parts[-1] = parts[-1].removesuffix(' "') + '"'
+            parts += [between, f'"{self._mark(replace(self._place(node, where), spaced=spaced))}"']
             at = close.end()
-        yield text[at:]
+        return [*parts, text[at:]]
 
     # What xgrammar made of it
 

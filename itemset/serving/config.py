@@ -63,6 +63,7 @@ class StaticConfig(msgspec.Struct, frozen=True, kw_only=True):
     inline_item_limit: Annotated[int, Meta(ge=0, description="a whole number of items")] = 100_000
     inline_text_limit: Annotated[int, Meta(ge=0, description="a whole number of characters")] = 10_000_000
     inline_enum_size: Annotated[int, Meta(ge=0, description="a whole number of texts")] = 100
+    item_set_token_healing: Annotated[bool, Meta(description="true or false")] = True
     item_set_models: Annotated[bool, Meta(description="true or false")] = False
     item_set_path: Annotated[Paths, Meta(description="one of auto, device, host")] = "auto"
     inline_set_memory: Annotated[int, Meta(ge=0, description="a whole number of bytes")] = 64 << 20

@@ -27,7 +27,9 @@ async def stream_one_response(
     comes its list."""
     expected, sent = getattr(obj, EXPECTED, None), 0
     begin, before = None, ""  # where its item begins, and the text of what stands before
-    others = isinstance(expected, Expected) and (expected.content or obj.sampling_params.get("ignore_eos"))
+    others = healed = False
+    if isinstance(expected, Expected):
+        healed, others = expected.healed, bool(expected.content or obj.sampling_params.get("ignore_eos"))
     async with aclosing(original()) as parts:
         async for part in parts:
             info, finish = part["meta_info"], part["meta_info"].get("finish_reason")
@@ -46,7 +48,7 @@ async def stream_one_response(
                 if fault := count_answer(expected, state.output_ids, told, stopped=stopped):
                     logger.error("Request %s: %s", obj.rid, fault)
                 info.update(told)
-            if expected is not None and others and "text" in part:
+            if expected is not None and (others or healed) and "text" in part:
                 ids = state.output_ids
                 if begin is None and (finish or expected.begun(ids[-_NEAR:])):
                     thought, of_item = expected.parts(ids)
@@ -56,6 +58,7 @@ async def stream_one_response(
                     shown = str(state.get_text())
                 else:
                     item = decode(list(expected.parts(ids, begin)[1]), self.tokenizer)
+                    item = item.removeprefix(" ") if healed else item
                     shown = _cut(before + item, state, finish or {})
                 part["text"] = shown[sent:]
                 sent = len(shown) if obj.stream and self.incremental_streaming_output else 0

@@ -21,7 +21,17 @@ from sglang_static import compat
 from sglang_static.compat import logger
 from sglang_static.front import answers
 from sglang_static.front.list_requests import AFTER
-from sglang_static.front.request import OTHERS, asked, check_prompts, in_place, names_sets, prompts_of, wants_list
+from sglang_static.front.request import (
+    OTHERS,
+    asked,
+    check_prompts,
+    ends_in_space,
+    in_place,
+    names_sets,
+    prompts_of,
+    take_space,
+    wants_list,
+)
 
 RESERVED = 2  # tokens that SGLang keeps of a context (managers/scheduler.py, init_req_max_new_tokens)
 
@@ -89,7 +99,7 @@ class FrontEnd(FrontEndBase):
                 f"sampling_params[{requests.index(None)}] has no item set, and others of this batch have one: give "
                 "each prompt its set, or send those without one in a request of their own",
             )
-        made: dict[tuple[int, float], Any] = {}  # by the identity of its list, which prompts may share
+        made: dict[tuple[int, float, Any], Any] = {}  # by the identity of its list, which prompts may share
         judged = []
         for i, (params, one) in enumerate(zip(each, requests, strict=True)):
             if one is None:
@@ -104,14 +114,18 @@ class FrontEnd(FrontEndBase):
             if one.weighed and not ranked and not one.after:
                 self._check_weighed(one.weighed, request, i, params or {})
             if one.choice is not None and one.made is None:
-                one = replace(one, made=made.get((id(one.choice), one.temperature)))
+                one = replace(one, made=made.get((id(one.choice), one.temperature, one.escape)))
             waits = one.chooses or (one.choice is not None and one.made is None)
-            known = PROMPT in one.selection and hasattr(request, "input_ids")
+            known = hasattr(request, "input_ids") and (PROMPT in one.selection or ends_in_space(request))
             prompts: list[Any] = prompts_of(request) if known else [None] * len(each)
-            for prompt in prompts[i : i + 1] if isinstance(given, list) else prompts:
-                pinned = await while_connected(self.prepare(one, prompt), http_request) if waits else self.pinned(one)
+            for at, prompt in [*enumerate(prompts)][i : i + 1] if isinstance(given, list) else enumerate(prompts):
+                asks = self.healed(one, prompt)
+                if asks is not one:
+                    take_space(request, at)
+                beside = self.prepare(asks, prompt) if waits or asks is not one else None
+                pinned = self.pinned(one) if beside is None else await while_connected(beside, http_request)
                 assert pinned is not None
-                made[id(one.choice), one.temperature] = pinned.made
+                made[id(one.choice), one.temperature, asks.escape] = pinned.made
                 judged.append(in_place(params or {}, pinned))
         request.sampling_params = judged if isinstance(given, list) or len(judged) > 1 else judged[0]
         return ranked

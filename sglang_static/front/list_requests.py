@@ -21,6 +21,7 @@ from itemset.ranking.scored_tree import Answer, Pass
 from itemset.ranking.search import TokenScores
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.front.answer_fields import item_logprobs
+from itemset.serving.front.healing import HEALED
 from itemset.serving.front.http_bodies import body, no_body, while_connected
 from itemset.serving.front.list_runner import AbortedError
 from itemset.serving.front.request import wants_candidates
@@ -129,6 +130,7 @@ async def _one(
                 said_of_item[LOGPROBS] = item_logprobs(*logs.items[len(results)])
             text = texts.get(item.tokens) if special.isdisjoint(item.tokens) else None
             text = text or tokenizer.decode(item.tokens, skip_special_tokens=False)
+            text = text.removeprefix(" ") if asked.escape == HEALED else text
             results.append({"output_ids": ids, "text": text, "meta_info": said_of_item})
             entries.append(entry)
     first = results[0]

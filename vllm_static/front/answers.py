@@ -48,15 +48,19 @@ def decode_items(state: Any, tokenizer: Any, request: Any, expected: Any) -> Non
         request.prompt_token_ids, request.prompt_embeds = [], None
     own, its = type(state.detokenizer).from_new_request(tokenizer, request), weakref.ref(state.detokenizer)
     other_tokens, begun = type(state.detokenizer).decode_next, expected.content is None
+    spaced = alone and expected.healed
 
     def decode_next(token: int) -> str:
-        nonlocal begun
+        nonlocal begun, spaced
         whole: Any = its()  # a circle would hold the set until Python's collector comes
         begun = begun or len(expected.content(whole.output_token_ids[-_NEAR:])) > 0
         if token in expected.stop_tokens or not begun:
             return str(other_tokens(whole, token))
         own.token_ids.append(token)
-        return str(own.decode_next(token))
+        text = str(own.decode_next(token))
+        if spaced and text:  # the prompt's, before an item that is not there twice
+            text, spaced = text.removeprefix(" "), False
+        return text
 
     state.detokenizer.decode_next = decode_next
 

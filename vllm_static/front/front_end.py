@@ -16,6 +16,7 @@ from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import ModelLimits, StaticConfig, Words
 from itemset.serving.front.answer_fields import Expected, ExpectedItems
 from itemset.serving.front.front_end import FrontEndBase, ListJob
+from itemset.serving.front.healing import HEALED
 from itemset.serving.front.http_bodies import body
 from itemset.serving.front.list_runner import Lists
 from itemset.serving.front.request import ItemRequest, Thought
@@ -72,6 +73,14 @@ class FrontEnd(FrontEndBase):
                 "they leave it, and most of them do.",
                 speculative.method,
             )
+
+    def healed_prompt(self, asked: ItemRequest, prompt: Any) -> tuple[ItemRequest, Any]:
+        """Do `healed`, and take the space back. prompt: as vLLM has rendered it; one of token ids has no text."""
+        asked = self.healed(asked, prompt.get("prompt") if isinstance(prompt, dict) else None)
+        tokens = prompt.get("prompt_token_ids") if asked.escape == HEALED else None
+        if tokens and tokens[-1] == self.healing.space:
+            prompt = {**prompt, "prompt_token_ids": tokens[:-1]}
+        return asked, prompt
 
     def attach(
         self, asked: ItemRequest, params: SamplingParams, prompt_tokens: int

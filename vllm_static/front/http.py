@@ -116,7 +116,8 @@ async def make_sets(front_end: Any) -> None:
     too late to refuse one. Raises as `FrontEndBase.prepare` does."""
     body = http_bodies.body()
     if body.judged is not None:
-        body.judged = await front_end.prepare(body.judged)
+        healed = front_end.healed(body.judged, getattr(body.request, "prompt", None))
+        body.judged = await front_end.prepare(healed)
     for stated in body.stated if getattr(body.request, "stream", False) else ():
         await front_end.constraints.prepare(*stated)
 

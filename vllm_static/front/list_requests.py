@@ -19,6 +19,7 @@ from itemset.ranking.scored_tree import Answer, Pass
 from itemset.ranking.search import Found, TokenScores, described
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.front.answer_fields import item_logprobs, told_of
+from itemset.serving.front.healing import HEALED
 from itemset.serving.front.http_bodies import body, no_body
 from itemset.serving.front.list_runner import AbortedError, run_together
 from itemset.serving.front.request import THOUGHT, ItemRequest
@@ -87,7 +88,7 @@ class RankedList:
         """given: the prompt, rendered by vLLM. Raises RefusedError, or ItemSetError for an inline set's items."""
         self.prompt, self._embedded = _tokens_of(given), "prompt_embeds" in given
         self.lora, self.priority = lora, priority
-        self.table = asked.ended and asked.ended.table
+        self.table, self._healed = asked.ended and asked.ended.table, asked.escape == HEALED
         self.job = front_end.list_job(asked, prompt_tokens=len(self.prompt))
         self.search = self.job.search
         self.whole_prompt = given if self._embedded else _rendered([*self.prompt, *self.job.placeholders])
@@ -107,6 +108,7 @@ class RankedList:
         for i, (item, entry, text) in enumerate(items):
             tokens, reason = [*item.tokens, self._end], {"finish_reason": "stop"}
             log = item.about.get("logprob", item.score)
+            text = text.removeprefix(" ") if self._healed else text
             output = CompletionOutput(i, text, tokens, log, logprobs=None, stop_reason=self._end, **reason)
             output.item = entry
             if logs.items:
@@ -237,6 +239,7 @@ def candidates(
 ) -> list[RequestOutput]:
     """Return what `LLM.generate` answers to requests for lists or draws, of prompts that vLLM has tokenized."""
     tokenizer, front_end = llm.get_tokenizer(), llm.llm_engine.input_processor.static_front_end
+    asked, inputs = zip(*map(front_end.healed_prompt, asked, inputs), strict=True)
     pinned = [front_end.pinned(one, _tokens_of(prompt)) for one, prompt in zip(asked, inputs, strict=True)]
     lists = [RankedList(front_end, *each) for each in zip(pinned, inputs, loras, priorities, strict=True)]
     made, logs = _results(llm, front_end, lists)
@@ -337,8 +340,9 @@ async def online(asked: ItemRequest, client: Any, prompt: Any, request_id: str, 
     When the client goes, all its requests are aborted. A list that the engine aborts ends as samples do then.
     """
     tokenizer = client.renderer.get_tokenizer()
-    front_end, tokens = client.input_processor.static_front_end, _tokens_of(prompt)
-    asked = await front_end.prepare(asked, tokens)
+    front_end = client.input_processor.static_front_end
+    asked, prompt = front_end.healed_prompt(asked, prompt)
+    asked = await front_end.prepare(asked, _tokens_of(prompt))
     body().begin(thinks=False)
     made = RankedList(front_end, asked, prompt)
     lists = front_end.lists(client)

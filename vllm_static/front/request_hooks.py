@@ -57,7 +57,7 @@ def refusals(params: Any = None) -> Iterator[None]:
 
 
 @hook("vllm.v1.engine.input_processor:InputProcessor.process_inputs", always=True)
-def _process_inputs(original: Callable[..., Any], self: Any, params: Any) -> Any:
+def _process_inputs(original: Callable[..., Any], self: Any, prompt: Any, params: Any) -> Any:
     """The item set is attached to its request: every request passes here, with its prompt's length known."""
     front_end, item_request, told = self.static_front_end, None, getattr(params, answers.TOLD, None)
     if isinstance(params, sampling_params.SamplingParams):
@@ -66,6 +66,7 @@ def _process_inputs(original: Callable[..., Any], self: Any, params: Any) -> Any
                 flags = "--structured-outputs-config.backend static and --item-set"
                 raise ItemSetError(f"this engine has no item sets: start it with {flags}")
             if front_end and (judged := requests.asked(params)) is not None:
+                judged, prompt = front_end.healed_prompt(judged, prompt)
                 params = requests.put(params, item_request := front_end.pinned(judged))
     if item_request is None:
         return original(params=params)
@@ -74,7 +75,7 @@ def _process_inputs(original: Callable[..., Any], self: Any, params: Any) -> Any
     given = copy.copy(params)
     if not item_request.after or item_request.choice is not None:
         given.structured_outputs = None  # vLLM knows no such: `attach` puts its own
-    request = original(params=given)
+    request = original(prompt=prompt, params=given)
     prompt_tokens = len(request.prompt_embeds if request.prompt_token_ids is None else request.prompt_token_ids)
     with refusals(params):
         if item_request.after and request.prompt_embeds is not None:
@@ -101,9 +102,11 @@ def _generate(
         params = http.with_item_set(sampling_params)
         if (item_request := requests.asked(params)) is None:
             return original(sampling_params=params)
+    front_end = self.input_processor.static_front_end
+    item_request, prompt = front_end.healed_prompt(item_request, prompt)
     tokens = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt if isinstance(prompt, str) else None
-    prepare = partial(self.input_processor.static_front_end.prepare, item_request, tokens)
-    return _prepared(original, self, prepare, copy.copy(params), answers.noting(), **options)
+    prepare, generate = partial(front_end.prepare, item_request, tokens), partial(original, prompt=prompt)
+    return _prepared(generate, self, prepare, copy.copy(params), answers.noting(), **options)
 
 
 async def _prepared(

@@ -39,6 +39,8 @@ class Expected:
     of_set: Mapping[str, str] = field(default_factory=dict)  # `Catalogue.version_fields`
     weighed: str = ""  # see `ItemRequest`
     names: Sequence[str] = ()  # of the attributes that answers say
+    reference: str = ""  # of its set
+    healed: bool = False  # whether its text begins with a space of the prompt's
 
     def answer_fields(self, tokens: Sequence[int], *, cut: bool, logs: Logs = ((), ())) -> dict[str, Any]:
         """Return what an answer says: its item. cut: whether it was aborted; a stop string may end an item.
@@ -125,6 +127,7 @@ class ExpectedItems:
         reference, shown = hole.made.reference, text[found.begin : found.end].decode("utf-8", "replace")
         if hole.place.quoted:
             shown = json.loads(f'"{shown}"', strict=False)
+        shown = shown.removeprefix(" ") if hole.place.spaced else shown
         where = {} if path is None else {"path": path}
         named = {} if reference.startswith(INLINE) else {"set": name_of(reference)}
         return {**where, "text": shown, **named, **own, **self.catalogue.version_fields(reference)}

@@ -31,7 +31,7 @@ _PLACE_IN_XGRAMMAR = re.compile(r"^\[[\d:]+\] \S+:\d+: ")  # time, file and line
 
 
 def _asked(place: Place, serving: Mapping[str, Opened]) -> ItemRequest:
-    escape: Escape = "json" if place.quoted else "text"
+    escape: Escape = "json" if place.quoted else "space" if place.spaced else "text"
     if isinstance(place.named, list):
         return ItemRequest(choice=list(place.named), escape=escape)
     reference = serving[place.named].reference if place.named in serving else ""

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from itemset.embedded.placement import NO_SPACE
 from itemset.errors import ItemSetError, shown
 from itemset.item_set import ItemSet
 from itemset.serving.catalogue import Catalogue, RefusedError
@@ -28,7 +29,7 @@ from itemset.serving.wire import FORM, version_of
 from itemset.text import Escape, continues, decoded, encode
 from itemset.trie.rows import Rows, joined
 
-_PLACES = {"json": "JSON strings", "text": "other texts"}
+_PLACES = {"json": "JSON strings", "text": "other texts", "space": "texts, after a space"}
 _HARMFUL = {*map(chr, range(32)), '"', "\\"}  # characters that a JSON string must escape
 
 
@@ -73,6 +74,8 @@ class Forms:
         numbers = self._to_respell(item_set, escape)
         if not len(numbers):
             return of
+        if escape == "space" and (item_set.tokenizer is None or item_set.prefix):
+            raise RefusedError("item set inside", f"the text before an item of {name!r} {NO_SPACE}")
         if item_set.tokenizer is None:
             text = decoded(item_set.items_at(numbers[:1]), self._tokenizer)[0]
             raise RefusedError(
@@ -102,6 +105,8 @@ class Forms:
         """Return the numbers of the items that may have other tokens in such a place."""
         if item_set.escape == escape:
             return np.zeros(0, np.int64)
+        if escape == "space":  # SentencePiece puts the space before each text already
+            return np.arange(len(item_set) if self._continues else 0)
         if item_set.escape is None and item_set.tokenizer is not None and not self._continues:
             return np.arange(len(item_set))
         if "json" not in (item_set.escape, escape):

@@ -18,6 +18,7 @@ from itemset.serving.constraint import Constraint
 from itemset.serving.front.admission import Checks
 from itemset.serving.front.answer_fields import Expected, ExpectedItems
 from itemset.serving.front.embedded_sets import Constraints
+from itemset.serving.front.healing import HEALED, Healing
 from itemset.serving.front.list_runner import OneRequest, search_for
 from itemset.serving.front.request import ItemRequest
 from itemset.serving.front.request_fields import ATTRIBUTES, LIST_AFTER, NO_ATTRIBUTES, PROMPT, ListOptions, wrong_type
@@ -58,6 +59,7 @@ class FrontEndBase:
         self.config, self.one_request, self.vocab_size = config, one_request, limits.vocab_size
         self.checks = Checks(config, tokenizer, self.words, limits, self.log, added_tokens)
         self.constraints = Constraints(self.checks, vocabulary, options=json_options, validate=self.validate)
+        self.healing = Healing(self.checks.catalogue, tokenizer)
 
     def _begin(self, backend: str, why_on_host: str | None) -> None:
         """Note and log where masks are made. backend: the engine's word for it. why_on_host: see `StaticConfig`."""
@@ -80,6 +82,12 @@ class FrontEndBase:
         path, by_rounds = "host" if self.host_path else "device", lambda: self.one_request.by_rounds
         self.follower = Follower(self.checks, self.config, send, path=path, log=self.log, by_rounds=by_rounds)
         return self.follower
+
+    def healed(self, asked: ItemRequest, prompt: Any) -> ItemRequest:
+        """Return the request, HEALED if a space at the end of its prompt is its items' (`healing`). prompt: a text, or
+        what the client sent in place of one."""
+        heals = isinstance(prompt, str) and self.config.item_set_token_healing and self.drafting is None
+        return self.healing.healed(asked, prompt) if heals else asked
 
     def pinned(self, asked: ItemRequest, prompt: Prompt | None = None) -> ItemRequest | None:
         """Return the request with its set or constraint, whatever version is served later; None if no set stands in it.
@@ -198,7 +206,8 @@ class FrontEndBase:
             return ExpectedItems(asked.made, vocabulary, catalogue, stop_tokens, content, asked.names)
         made = self.checks.made(asked)
         of_set = catalogue.version_fields(made.reference)
-        return Expected(made.item_set, stop_tokens, content, of_set, asked.weighed, asked.names)
+        told = (of_set, asked.weighed, asked.names, made.reference)
+        return Expected(made.item_set, stop_tokens, content, *told, healed=asked.escape == HEALED)
 
     @staticmethod
     def check_weight(weighed: str, reason: str | None, *, instead_of: str | None, ignore_eos: Any) -> None:

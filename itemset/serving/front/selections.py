@@ -68,8 +68,8 @@ class Chosen:
         """Return a set for draws at a request's temperature, above 1."""
         below = made if made.item_set.base is None else made.base
         of = made.reference if below is None else below.reference
-        while below is None and (above := part_of(of)):  # of the registered set
-            of = above
+        while below is None and of.startswith(VIEW):  # of the registered set, or of a form of it
+            of = part_of(of)
         named = {"temperature": asked.temperature, "scale": asked.boost_scale, "of": made.reference}
         make = partial(tempered, made.item_set, asked.temperature, asked.boost_scale)
         return self._part(named, of, below, make)

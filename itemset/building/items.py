@@ -12,7 +12,7 @@ from itemset.trie.rows import Rows, as_rows, joined
 
 @dataclass(frozen=True)
 class Items:
-    """Consecutive items, N of them: either `texts` or `tokens`, the other is None."""
+    """Consecutive items, N of them: either `texts` or `tokens`, the other is None; neither if only keys are read."""
 
     texts: list[str] | list[list[str]] | None = None  # N strings, or N lists of strings that are a token each
     tokens: Rows | None = None
@@ -23,8 +23,15 @@ class Items:
     first: int = 0  # number of the first
 
     def __len__(self) -> int:
-        items = self.tokens if self.texts is None else self.texts
-        return 0 if items is None else len(items)
+        given: tuple[Any, ...] = (self.texts, self.tokens, self.keys, ())
+        return len(next(one for one in given if one is not None))
+
+    @property
+    def kind(self) -> str:
+        """Return what they are, for people: token ids, tokens (by their names) or texts."""
+        if self.texts is None:
+            return "token ids"
+        return "tokens" if self.texts and isinstance(self.texts[0], list) else "texts"
 
 
 @dataclass(frozen=True)
@@ -57,7 +64,7 @@ class Encoding:
         """Return the items, with their texts as keys if these are kept. Raises ItemSetError for token ids, or keys."""
         if not self.keep_text:
             return items
-        if items.keys is not None or not items.texts or isinstance(items.texts[0], list):
+        if items.keys is not None or items.kind != "texts":
             raise ItemSetError("to keep the texts (--keep-text) makes them the keys: it takes texts, and no --key")
         return replace(items, keys=pa.array(items.texts, pa.large_string()))
 
@@ -68,7 +75,7 @@ class Encoding:
         """
         given, tokens, texts = faults.count, items.tokens, cast(Any, items.texts)
         told: dict[str, Any] = {"name": items.place, "before": items.first, "faults": faults}
-        if texts and isinstance(texts[0], list):
+        if items.kind == "tokens":
             if self.prefix or self.escape:
                 raise ItemSetError("items are lists of tokens: prefix and escape are for texts, omit them")
             tokens = Rows(*encode_pieces(texts, self.tokenizer, **told))

@@ -51,10 +51,10 @@ def read_keys(path: PathLike, key: str | None = None, dialect: Dialect = JUDGED)
     Returns an int64 or large_string array. Raises ItemSetError as `read` does.
     """
     file = files_of(path)[0]
-    named = key if (tabular := is_tabular(file, dialect)) else None
+    key = key if (tabular := is_tabular(file, dialect)) else None
     if format_of(file) == ".npy" or (tabular and key is None):
         raise ItemSetError(f"{file}: keys are lines of a .txt file, or a column (--key) of a table")
-    given = batches(path, column=named, key=named, dialect=dialect, keys_only=True)
+    given = batches(path, column=key, key=key, dialect=dialect, keys_only=True)
     parts = [pa.array(items.texts, pa.large_string()) if items.keys is None else items.keys for items in given]
     return pa.concat_arrays(parts) if parts else pa.array([], pa.large_string())
 
@@ -75,8 +75,9 @@ def batches(
         with guarded(file):
             for items in table.items(file, faults) if table else _PLAIN[format_of(file)](file, dialect, faults):
                 first = first or items
-                _check_same(file, first, items)
-                rows += len(items.keys) if keys_only and items.keys is not None else len(items)
+                if items.kind != first.kind:
+                    raise ItemSetError(f"{file} holds {items.kind}, files before it {first.kind}: keep them apart")
+                rows += len(items)
                 yield replace(items, done=(before + items.done * file.size) / total)
         before += file.size
     faults.check()
@@ -100,16 +101,6 @@ def files_of(path: PathLike) -> list[SourceFile]:
         also = f", text and JSON also with {', '.join(COMPRESSIONS)}"
         raise ItemSetError(f"{files[0]}: unknown suffix {kind!r}, use one of {', '.join(SUFFIXES)}{also}")
     return files
-
-
-def _check_same(file: SourceFile, first: Items, items: Items) -> None:
-    """Raise ItemSetError if a part's items are of another kind than those of the first part."""
-    kinds = [
-        "token ids" if one.texts is None else "tokens" if one.texts and isinstance(one.texts[0], list) else "texts"
-        for one in (items, first)
-    ]
-    if kinds[0] != kinds[1]:
-        raise ItemSetError(f"{file} holds {kinds[0]}, files before it {kinds[1]}: keep them apart")
 
 
 def _read_txt(file: SourceFile, dialect: Dialect, faults: Faults) -> Iterator[Items]:

@@ -62,7 +62,8 @@ def build_external(
 ) -> ItemSet:  # fmt: skip
     """Build the set of a file's items, byte for byte the one that `sources.read` and `build` or `build_text` make.
 
-    source: as these take them; keep_text: take the texts for keys, as they are given.
+    source: column, key, attributes, dialect, tokenizer, prefix, escape, vocab_size, as these take them; keep_text: take
+    the texts for keys, as they are given.
     before: the set of an earlier file, whose attributes, prefix, escape and vocab_size are taken if none are given.
     memory: bytes that sorting may take (at least 750 MB are used), and then as much of the tables and of one integer an
     item; by default half of what is available. What is more, of about 16 bytes an item, is in files.
@@ -72,8 +73,9 @@ def build_external(
     Raises ItemSetError as those functions do, if the disk is full, and if the set before had another tokenizer, or keys
     and no column is named for them now (key="": the row numbers).
     """
-    how: dict[str, Any] = {**source} if before is None else _as_before(before, path, {**source})
-    how = {name: value for name, value in how.items() if value is not None and value != ""}
+    how: dict[str, Any] = {name: value for name, value in source.items() if value is not None and value != ""}
+    if before is not None:
+        how = _as_before(before, path, source) | how
     named = {name: how.pop(name) for name in ("column", "key", "attributes", "dialect") if name in how}
     encoding = Encoding(**how)
     memory = available_memory() // 2 if memory is None else memory
@@ -97,7 +99,7 @@ def build_external(
     return ItemSet(trie, keys, origin, duplicates=stored.items - trie.items, attributes=section)
 
 
-def _as_before(before: ItemSet, path: object, how: dict[str, Any]) -> dict[str, Any]:
+def _as_before(before: ItemSet, path: object, how: Source) -> dict[str, Any]:
     tokenizer, limit = how.get("tokenizer"), before.vocab_size
     if tokenizer is not None:
         before.check_tokenizer(tokenizer)
@@ -110,8 +112,7 @@ def _as_before(before: ItemSet, path: object, how: dict[str, Any]) -> dict[str, 
         )
     limit = None if tokenizer is not None and limit == len(tokenizer) else limit
     taken = {"attributes": before.attributes.column_names, "prefix": before.prefix, "escape": before.escape}
-    missing = {name: value for name, value in {**taken, "vocab_size": limit}.items() if how.get(name) in (None, "")}
-    return {**how, **missing}
+    return {**taken, "vocab_size": limit}
 
 
 _Sorted = tuple[Distinct, list[pa.Array]]  # the distinct rows, without their order, and the values of all; in files
@@ -234,25 +235,22 @@ def _gather(
     kind = stored.key_type or pa.int64()
     keys, starts, total = ArraySpool(folder, kind), Spool(folder, np.uint32), 0
     stream = nameless_file(folder)
-    writer = Writer(pa.PythonFile(stream, "w"), stored.columns) if stored.columns else None
+    writer = Writer(pa.PythonFile(stream, "w"), stored.columns)
     for start in range(0, len(members), _BATCH_KEYS):
         places, begins = in_item_order(members[start : start + _BATCH_KEYS], row_starts)
         values = [array.take(pa.array(places)) for array in of_rows]
         keys.append(values[0].cast(kind))
-        if writer is not None:
-            writer.append(pa.table(values[1:], [column.name for column in stored.columns]))
+        writer.append(pa.table(values[1:], [column.name for column in stored.columns]))
         if begins is not None:
             starts.append(begins[:-1] + np.uint32(total))
             total += len(places)
         progress("building", 0.5 + 0.5 * start / len(members))
     if row_starts is not None:
         starts.append(np.array([total]))
-    section = None
     with stream:
-        if writer is not None:
-            writer.close()
-            stream.flush()
-            section = np.asarray(np.memmap(stream, np.uint8, "r"))
+        writer.close()
+        stream.flush()
+        section = np.asarray(np.memmap(stream, np.uint8, "r")) if stored.columns else None
     return Keys(keys.map(), None if row_starts is None else starts.map()), section
 
 

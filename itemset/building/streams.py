@@ -58,20 +58,16 @@ def encoding_of(source: SourceFile, given: str | None) -> str:
         if head.startswith(mark):
             return encoding
     if b"\0" in head:
-        raise ItemSetError(f"{source} holds NUL bytes: save it as UTF-8, or give its encoding ({asked('utf-16-le')})")
+        mend = "save it as UTF-8, or give its encoding (--encoding utf-16-le, in a source ?encoding=utf-16-le)"
+        raise ItemSetError(f"{source} holds NUL bytes: {mend}")
     return "utf-8"
-
-
-def asked(encoding: str) -> str:
-    """Return how a person gives an encoding."""
-    return f"--encoding {encoding}, in a source ?encoding={encoding}"
 
 
 def not_decoded(encoding: str) -> str:
     """Return what is wrong with a row, and the mend."""
     if encoding != "utf-8":
         return f"is not {encoding}: give the file's own encoding, or save it as UTF-8"
-    return f"is not UTF-8: save it as UTF-8, or give its encoding ({asked('latin-1')})"
+    return "is not UTF-8: save it as UTF-8, or give its encoding (--encoding latin-1, in a source ?encoding=latin-1)"
 
 
 @contextmanager

@@ -1,8 +1,5 @@
-"""Attributes: typed columns beside the keys, a row for each key, in the index file as one Arrow stream.
-
-Texts with few distinct values are numbers into a dictionary, whose few texts alone a filter compares. The stream's
-batches lie in the mapped file: reading copies nothing.
-"""
+"""Attributes: typed columns beside the keys, a row for each key, in the index file as one Arrow stream, which is read
+without a copy. Texts with few distinct values are numbers into a dictionary: a filter compares only its texts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -51,7 +48,7 @@ _CALLED = (
 def as_attributes(given: Any, rows: int) -> pa.Table:
     """Return a table of the types that are stored, before texts become numbers. given: a table, or columns by name.
 
-    Raises ItemSetError: no table of this many rows, a name that is empty, double or begins with $, an unknown type.
+    Raises ItemSetError: no table of so many rows, a name that is empty, double or begins with $, an unknown type.
     """
     table = _table(given)
     if len(table) != rows:
@@ -75,8 +72,9 @@ def appended(before: pa.Table, given: Any, rows: int) -> pa.Table:
         if given is not None:
             raise ItemSetError("the set has no attributes: omit those of the new items")
         return before
+    there = f"the set has the attributes {', '.join(before.column_names)}"
     if given is None and rows:
-        raise ItemSetError(f"the set has the attributes {', '.join(before.column_names)}: give those of the new items")
+        raise ItemSetError(f"{there}: give those of the new items")
     before = as_attributes(before, len(before))
     if given is None:
         return before
@@ -86,10 +84,7 @@ def appended(before: pa.Table, given: Any, rows: int) -> pa.Table:
             table = table.set_column(i, name, pa.nulls(len(column), before.schema.field(name).type))
     table = as_attributes(table, rows)
     if sorted(table.column_names) != sorted(before.column_names):
-        raise ItemSetError(
-            f"the set has the attributes {', '.join(before.column_names)}, not {', '.join(table.column_names)}: give "
-            "the new items the same"
-        )
+        raise ItemSetError(f"{there}, not {', '.join(table.column_names)}: give the new items the same")
     columns = []
     for field in before.schema:
         column = table.column(field.name)

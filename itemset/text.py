@@ -22,8 +22,8 @@ Escape = Literal["json", "text", "space"]  # inside longer texts: as in a JSON s
 _CARRIER = "\n"  # joins no word, and tokenizers that mark a word's start have a token or a byte of its own for it
 _CARRIED = ("x", "The film", "1", "é")
 
-# Texts whose encodings tell tokenizers apart that share a vocabulary: normaliser (case, accents, width, spaces),
-# pre-tokeniser (digits, punctuation, newlines, contractions) and merges (long words, bytes of rare characters).
+# They tell tokenizers with one vocabulary apart by normaliser (case, accents, width, spaces), pre-tokeniser (digits,
+# punctuation, newlines, contractions) and merges (long words, bytes of rare characters).
 _PROBES = [
     "The quick brown fox jumps over the lazy dog.",
     " leading, trailing ",
@@ -93,10 +93,10 @@ def encode(
 def encode_pieces(
     items: Iterable[Any], tokenizer: Any, *, name: str = ITEM, before: int = 0, faults: Faults | None = None
 ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """Return the tokens of items that are lists of tokens by their names, as `encode` does.
+    """Return the tokens of items that are lists of tokens by their names, as `encode` does, whose parameters these are.
 
-    Strings that the vocabulary does not have are parts of a text: they are joined, and the text is encoded.
-    Raises ItemSetError, or adds to the faults: a value that is no string, a token that no item may hold, a bad text.
+    An item with a string that the vocabulary does not have is a text in parts. Raises ItemSetError, or adds to the
+    faults: a value that is no string, a token that no item may hold, a bad text.
     """
     vocabulary, forbidden = tokenizer.get_vocab(), _forbidden_tokens(tokenizer)
     found, rows = Faults("items") if faults is None else faults, list[list[int]]()
@@ -194,8 +194,7 @@ def loading(path_or_name: str) -> Iterator[None]:
 def fingerprint(tokenizer: Any, added: Collection[str] = ()) -> str:
     """Return the SHA-256, in hex, of the vocabulary and of the encodings of fixed probe texts.
 
-    added: tokens that the tokenizer got after it was loaded, which do not count. How it was loaded or wrapped, pads or
-    truncates does not count either; any token, any id and the way it splits text do.
+    How the tokenizer was loaded or wrapped, pads or truncates does not count. added: tokens that do not, either.
     """
     tokenizer = getattr(tokenizer, "transformers_tokenizer", tokenizer)  # vLLM's class around Mistral's own
     vocabulary = tokenizer.get_vocab()

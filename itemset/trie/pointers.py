@@ -1,7 +1,7 @@
 """The decorator of all compiled loops, and where a set's tables lie in memory, as these take them: plain integers.
 
-Numba counts references of arrays, in helper functions at every edge: to read whole tables took up to 93 times as long.
-Integers also are of one type, whatever the arrays are of and wherever they lie, so each loop is compiled once.
+Numba counts references of arrays, in helper functions at every edge: reading whole tables took up to 93 times as long.
+Integers are of one type, whatever the arrays are, so each loop is compiled once.
 """
 
 from collections.abc import Callable, Collection

@@ -3,9 +3,8 @@
 The edges that lead to nodes do so in the nodes' order, and the tails of the others, the *leaves*, follow one another.
 So how many of either come before an edge says where it leads. The type of `Tables.targets` tells how that is known:
 
-*counted* (64 bits), if all items have one length: `targets` has a bit for each edge, set if it is a leaf. `node_base`
-says how many nodes come before each block of 32 edges, the bits in the block the rest. All tails of a level have one
-length, so a product gives where a tail starts.
+*counted* (64 bits), if all items have one length: `targets` has a bit for each edge, set if it is a leaf, `node_base`
+the nodes before each block of 32 edges. All tails of a level have one length: a product gives where one starts.
 *stored* (16 or 32 bits), for items of any lengths: `targets` has a distance for each edge, from its block's bases.
 """
 

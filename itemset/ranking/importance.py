@@ -47,11 +47,10 @@ class Importance(Rounds):
             raise CutOffError(f"the draws need more than {self._taken} passes")
         drawn = [(draw, one) for draw in self._draws if (one := draw.taken) is not None]
         items = self.tree.items(self.tree.nodes[np.array([one.node for _, one in drawn], np.int64)])
-        about = [
-            {"exact": False, "weight": math.exp(one.weight), "accepted": draw.accepted, "candidates": draw.number}
-            for draw, one in drawn
-        ]
-        found = [Item(*item, of_draw) for item, of_draw in zip(items, about, strict=True)]
+        found = list[Item]()
+        for item, (draw, one) in zip(items, drawn, strict=True):
+            of_draw = {"accepted": draw.number <= draw.limit, "candidates": draw.number}
+            found.append(Item(*item, {"exact": False, "weight": math.exp(one.weight), **of_draw}))
         return Found(found, self._taken, self._rounds)
 
     def _next_nodes(self) -> list[int]:
@@ -83,11 +82,10 @@ class _Candidate:
 class _Draw:
     key: np.uint64
     limit: int
-    number: int = 0  # candidates that were begun; the last `limit` of twice as many are the pool
+    number: int = 0  # candidates that were begun: if more than `limit`, twice as many, the last of which are the pool
     under_way: list[_Candidate] = field(default_factory=list)
     over: bool = False
-    taken: _Candidate | None = None  # the one that was `accepted`, or else taken from the pool
-    accepted: bool = False
+    taken: _Candidate | None = None  # the one that was accepted, or else taken from the pool
 
     def run(self, walk: Callable[[_Candidate], int]) -> list[int]:
         """Go on until it is over, or to the unscored nodes for which its candidates wait: these are returned."""
@@ -109,7 +107,7 @@ class _Draw:
             shares, _ = _shares_of(np.array([one.weight for one in items]))
             self.taken = items[_choose(shares, self.key, 0)]
         elif items and uniform(items[0].key, items[0].used) < math.exp(items[0].weight):
-            self.over, self.taken, self.accepted = True, items[0], True
+            self.over, self.taken = True, items[0]
 
 
 def _shares_of(masses: NDArray[np.float64]) -> tuple[NDArray[np.float64], float]:

@@ -4,7 +4,7 @@ STATIC's Algorithms 1 and 2 (arXiv 2602.22647, section 4) for items of any lengt
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from itemset.draft_head.head import DraftHead
 from itemset.masking.arena import Arena
-from itemset.ranking.beams import BeamOptions, Beams
+from itemset.ranking.beams import Beams
 
 
 class Ranking(NamedTuple):
@@ -44,7 +44,7 @@ def beam_search(
 
     Raises ValueError if batch, width or longest is less than 1, KeyError if the arena has no such set.
     """
-    options: BeamOptions = {"width": width, "k": width, "end_token": end_token, "stepwise": True, "longest": longest}
+    options: dict[str, Any] = {"width": width, "k": width, "end_token": end_token, "stepwise": True, "longest": longest}
     beams = Beams(arena, [number] * batch, arena.level_plan(number), **options)
     parents = torch.arange(width, device=arena.device).expand(batch, width)
     while beams.passes_left:

@@ -6,7 +6,7 @@ Welling 2019), by the *races* of `exact_sampling.Drawing` in place of lists.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Required, TypedDict, Unpack
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,22 +21,6 @@ from itemset.ranking.search import Width, check_positive, check_widths, width_at
 from itemset.trie.levels import LevelPlan
 
 _NEAR = 2.0**-20  # children order by float32: what is nearer than such a part of a score is not told apart
-
-
-class BeamOptions(TypedDict, total=False):
-    """What to search for."""
-
-    width: Required[Width]  # places that open prefixes compete for
-    k: Required[int]  # items to find; in each race, items drawn without replacement
-    end_token: Required[int | None]  # if given, the end of an item counts in its score. Races need it
-    renormalised: bool  # score each token by its share among those that may stand there; tails then cost nothing
-    stepwise: bool  # one token a pass for all beams: `queries` is 1, and an item that stands alone may be pruned later
-    longest: int | None  # with stepwise, the most tokens of an item that is found; those of the plan's longest if None
-    keys: Tensor | None  # [lists] int64, on the arena's device: draw, by these keys of `exact_sampling.Drawing.races`
-    temperature: float  # of draws, above 0; above 1 of sets that `tempered` has made
-    boost: float  # what the boosts of the sets count, see `view`
-    normalise_length: float  # of lists with an end token, as of `search.Search`; not with renormalised
-    kernels: Kernels  # by default as the arena's; "auto" is Numba on a CPU and Triton on an accelerator
 
 
 class Found(NamedTuple):
@@ -77,28 +61,50 @@ class Beams:
     passes_left: passes that may still be needed; 0 at the end.
     """
 
-    def __init__(self, arena: Arena, numbers: Sequence[int], plan: LevelPlan, **options: Unpack[BeamOptions]) -> None:
-        """numbers: the set of each list, as the arena numbers it. plan: of that set. Raises ValueError if width, k or
-        longest is less than 1, there is no list, or options exclude each other."""
-        _check(len(numbers), options)
-        self.arena, self.lists, self.k, self._widths = arena, len(numbers), options["k"], options["width"]
-        self.longest = min(options.get("longest") or plan.longest, plan.longest)
+    def __init__(
+        self, arena: Arena, numbers: Sequence[int], plan: LevelPlan, *, width: Width, k: int, end_token: int | None,
+        renormalised: bool = False, stepwise: bool = False, longest: int | None = None, keys: Tensor | None = None,
+        temperature: float = 1.0, boost: float = 1.0, normalise_length: float = 0.0, kernels: Kernels | None = None,
+    ) -> None:  # fmt: skip
+        """Raises ValueError if width, k or longest is less than 1, there is no list, or options exclude each other.
+
+        numbers: the set of each list, as the arena numbers it. plan: of that set. width: places that open prefixes
+        compete for. k: items to find; in each race, items drawn without replacement.
+        end_token: if given, the end of an item counts in its score. Races need it.
+        renormalised: score each token by its share among those that may stand there; tails then cost nothing.
+        stepwise: one token a pass for all beams: `queries` is 1, and an item that stands alone may be pruned later.
+        longest: with stepwise, the most tokens of an item that is found; those of the plan's longest if None.
+        keys: [lists] int64, on the arena's device: draw, by these keys of `exact_sampling.Drawing.races`.
+        temperature: of draws, above 0; above 1 of sets that `tempered` has made. boost: what the boosts of the sets
+        count, see `view`. normalise_length: of lists with an end token, as of `search.Search`; not with renormalised.
+        kernels: by default as the arena's; "auto" is Numba on a CPU and Triton on an accelerator.
+        """
+        if renormalised and stepwise:
+            raise ValueError("renormalised and stepwise exclude each other: tails cost nothing, and take no pass")
+        if longest is not None and not stepwise:
+            raise ValueError("longest is given without stepwise: tails are read whole")
+        if normalise_length and (renormalised or end_token is None):
+            raise ValueError("normalise_length takes lists whose ends are scored, and that are not renormalised")
+        check_widths(width)
+        check_positive(k=k, longest=longest, lists=len(numbers))
+        if not temperature > 0:
+            raise ValueError(f"temperature is {temperature}: make it more than 0")
+        self.arena, self.lists, self.k, self._widths = arena, len(numbers), k, width
+        self.longest = min(longest or plan.longest, plan.longest)
         self.queries, self.rows, self.riding, self.taken = 1, 1, 0, 0
-        end_token, keys = options["end_token"], options.get("keys")
-        self._plan, self._renormalised = plan, options.get("renormalised", False)
-        boosts, length = [arena.most_boost(number) for number in numbers], float(options.get("normalise_length", 0.0))
-        boost = options.get("boost", 1.0) * any(one is not None for one in boosts)
-        self._races = keys is not None
+        self._plan, self._renormalised, self._races = plan, renormalised, keys is not None
+        boosts, length = [arena.most_boost(number) for number in numbers], float(normalise_length)
+        boost *= any(one is not None for one in boosts)
         self._rules = Rules(
-            -1 if end_token is None else end_token,
-            items_of(end_token, self._renormalised),
-            not options.get("stepwise", False),
-            0.0 if keys is None else 1 / options.get("temperature", 1.0),
-            boost,
-            length,
-            (self.longest + (end_token is not None)) ** -length,
+            end_token=-1 if end_token is None else end_token,
+            items=items_of(end_token, renormalised),
+            whole=not stepwise,
+            power=0.0 if keys is None else 1 / temperature,
+            boost=boost,
+            length=length,
+            norm=(self.longest + (end_token is not None)) ** -length,
         )
-        self._kernels = kernels_for("ranking", arena.device.type, options.get("kernels", arena.choice))
+        self._kernels = kernels_for("ranking", arena.device.type, kernels or arena.choice)
         self.passes_left = self._passes()
         sets = torch.empty(self.lists, dtype=torch.int64, device=arena.device)
         for i, number in enumerate(numbers):
@@ -312,20 +318,6 @@ def table_of(found: Found) -> Tensor:
     return torch.cat((scores[:, :, None], (tokens >= 0).sum(2, keepdim=True).double(), tokens.double()), 2)
 
 
-def _check(lists: int, options: BeamOptions) -> None:
-    longest, temperature = options.get("longest"), options.get("temperature", 1.0)
-    if options.get("renormalised") and options.get("stepwise"):
-        raise ValueError("renormalised and stepwise exclude each other: tails cost nothing, and take no pass")
-    if longest is not None and not options.get("stepwise"):
-        raise ValueError("longest is given without stepwise: tails are read whole")
-    if options.get("normalise_length") and (options.get("renormalised") or options["end_token"] is None):
-        raise ValueError("normalise_length takes lists whose ends are scored, and that are not renormalised")
-    check_widths(options["width"])
-    check_positive(k=options["k"], longest=longest, lists=lists)
-    if not temperature > 0:
-        raise ValueError(f"temperature is {temperature}: make it more than 0")
-
-
 def _log_exponential(keys: Tensor) -> Tensor:
     """As `exact_sampling.log_exponential`, of int64: float64."""
     unit = (((keys >> 12) & ((1 << 52) - 1)).double() + 0.5) * 2.0**-52
@@ -339,9 +331,9 @@ def warm_up(arena: Arena, logits: Tensor, *, stepwise: bool = False, columns: Te
     """
     size, one_token = logits.shape[2], LevelPlan((1,), (np.ones(1, np.int64),), (0,), (0,), 1)  # a set of one item
     rows = logits.new_zeros(2, 1, size - size % 16 + 32)
-    both: BeamOptions = {"width": 1, "k": 1, "end_token": 0}
+    both: dict[str, Any] = {"width": 1, "k": 1, "end_token": 0}
     keys = torch.zeros(2, dtype=torch.int64, device=arena.device)
-    searches: list[BeamOptions] = [both, {**both, "end_token": None}, {**both, "renormalised": True}]
+    searches = [both, {**both, "end_token": None}, {**both, "renormalised": True}]
     for options in [*searches, {**both, "keys": keys, "stepwise": stepwise}]:
         for first in (0, 1):  # rows that begin at a multiple of 16 bytes, and others
             beams = Beams(arena, [0, 0], one_token, **options)

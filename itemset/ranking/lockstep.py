@@ -5,14 +5,14 @@ row of its own beside the beams. Draws need no such rows: what they prune, they 
 """
 
 from collections.abc import Sequence
-from typing import Unpack
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from itemset.masking.arena import Arena
 from itemset.ranking.beam_state import ALONE, ENDED, OPEN
-from itemset.ranking.beams import BeamOptions, Beams, items_of
+from itemset.ranking.beams import Beams, items_of
 from itemset.ranking.search import Width, width_at
 from itemset.trie.levels import LevelPlan
 
@@ -47,11 +47,12 @@ class Lockstep(Beams):
     riding: how many rows of each list are tails in the next pass. rows: how many are beams.
     """
 
-    def __init__(self, arena: Arena, numbers: Sequence[int], plan: LevelPlan, **options: Unpack[BeamOptions]) -> None:
+    def __init__(
+        self, arena: Arena, numbers: Sequence[int], plan: LevelPlan, *, keys: Tensor | None = None, **options: Any
+    ) -> None:
         """As `Beams`. Tails that ride along are not `stepwise`: they do not compete."""
-        races = len(numbers) if options.get("keys") is not None else 0
-        options["stepwise"] = bool(races)
-        super().__init__(arena, numbers, plan, **options)
+        races = 0 if keys is None else len(numbers)
+        super().__init__(arena, numbers, plan, keys=keys, stepwise=keys is not None, **options)
         counts = rows_of_passes(
             plan, self._widths, renormalised=self._renormalised, end_token=options["end_token"], races=races
         )

@@ -48,7 +48,7 @@ class ListSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     end_token: the token after each item. without_end: whether scores omit it. renormalised: whether scores are of the
     distribution over the set. races: keys, see `Drawing.races`. temperature: of draws. placeholders: tokens after the
     prompt, if a draft head makes the list; 0 for beams of the model. boost, normalise_length: see
-    `ranking.beams.BeamOptions`.
+    `ranking.beams.Beams`.
     """
 
     k: int

@@ -22,6 +22,7 @@ from itemset.source_sets import with_indexes
 from itemset.text import load_tokenizer
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
+TUTORIALS = ("recommender", "json_field", "labels", "packages", "codes", "sql", "tools")  # that ask a server
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 

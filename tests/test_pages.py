@@ -26,7 +26,7 @@ FOLLOWED = {  # pages whose Python and bash blocks run, and where
     "test_vllm_inside.py": {
         "index.md",
         "inside.md",
-        *(f"tutorials/{name}.md" for name in ("recommender", "json_field", "labels")),
+        *(f"tutorials/{name}.md" for name in pages.TUTORIALS),
     },
     "test_vllm_deployment.py": {"deployment.md", "training.md"},
 }

@@ -83,7 +83,7 @@ def test_the_demos_questions(server, monkeypatch):
     demo_checks.check(server, "vllm", monkeypatch)
 
 
-@pytest.mark.parametrize("page", ["index", "tutorials/recommender", "tutorials/json_field", "tutorials/labels"])
+@pytest.mark.parametrize("page", ["index", *(f"tutorials/{name}" for name in pages.TUTORIALS)])
 def test_pages_as_a_reader_follows_them(page, server, shop, tiny_model):
     printed = pages.follow(f"{page}.md", shop, tiny_model, server)
     assert any(printed)

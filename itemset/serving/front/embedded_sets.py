@@ -119,7 +119,7 @@ class Constraints:
         return len(self._checks.made(replace(_asked(place, serving), escape=None)).item_set)  # as many in any spelling
 
     def _assembled(self, kind: str, marked: Marked, made: list[InlineSet]) -> Constraint:
-        holes = list(map(SetHole, marked.holes, marked.closers(), made))
+        holes, vocabulary = list(map(SetHole, marked.holes, marked.closers(), made)), self.vocabulary.get()
         for place, _, one in holes:
             if kind == SLATE and not place.closers and one.item_set.trie.tables.terminal.any():
                 raise RefusedError(
@@ -127,8 +127,6 @@ class Constraints:
                     "slate.separator is empty, but some items begin others, so that nothing would tell them apart: "
                     "give a separator",
                 )
-        vocabulary = self.vocabulary.get()
-        for place, _, one in holes:
             if place.number and one.item_set not in self._integers:
                 if (wrong := vocabulary.not_integer(one.item_set)) is not None:
                     message = (

@@ -127,9 +127,7 @@ class Forms:
             if item_set.escape == "json":
                 texts = [json.loads(f'"{text}"', strict=False) for text in texts]
             parts.append(Rows(*encode(texts, self._tokenizer, escape=escape, name=called)))
-        made = item_set.respelt(numbers, joined(parts), escape)
-        made.save(index)
-        seconds, nbytes = time.monotonic() - began, index.stat().st_size
+        item_set.respelt(numbers, joined(parts), escape).save(index)
         text = "Item set %r inside %s: %s of %s items encoded anew in %.2f s, an index of %s bytes"
-        counts = f"{len(numbers):,}", f"{len(item_set):,}"
-        self._log.info(text, name, _PLACES[escape], *counts, seconds, f"{nbytes:,}")
+        of, seconds, nbytes = f"{len(item_set):,}", time.monotonic() - began, f"{index.stat().st_size:,}"
+        self._log.info(text, name, _PLACES[escape], f"{len(numbers):,}", of, seconds, nbytes)

@@ -7,7 +7,7 @@ import itertools
 import json
 import secrets
 import typing
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,15 +101,15 @@ class Surface:
 
 def mends(choice: str, drawing: str) -> dict[str, str]:
     """Return how each word is said right. choice: where the texts of an inline list belong. drawing: who draws."""
-    return {
+    drawn = (request_fields.DRAWS, *request_fields.STEERING, request_fields.LIST_AFTER)
+    said = {word: f"send {word} beside item_set to {drawing}" for word in drawn}
+    return said | {
         REFERENCE: "name the item set in item_set, beside the other fields",
         **dict.fromkeys((CHOICE, STRUCTURED, GUIDED), f"send the texts as {choice}"),
         request_fields.SLATE: "send slate beside the other fields",
         **dict.fromkeys(request_fields.SELECTION, f"send {', '.join(request_fields.SELECTION)} beside item_set"),
-        **dict.fromkeys((request_fields.DRAWS, request_fields.DRAW), f"send draws beside item_set to {drawing}"),
+        request_fields.DRAW: said[request_fields.DRAWS],
         **{word: f"send {word} beside item_set" for word in request_fields.OF_ANSWERS},
-        **{word: f"send {word} beside item_set to {drawing}" for word in request_fields.STEERING},
-        request_fields.LIST_AFTER: f"send {request_fields.LIST_AFTER} beside item_set to {drawing}",
     }
 
 
@@ -158,20 +158,17 @@ def chooses(structured: Any) -> bool:
 def fields_of_route(scope: Mapping[str, Any], body: Any) -> Fields:
     """Return the fields of a request's body, by the route that FastAPI has chosen for it. If that declares none, as
     /invocations, which hands the body on to another: those of all models whose required fields are there."""
-    if (annotation := _annotation(scope.get("route"))) is not None:
-        return fields_of_type(annotation)
-    each = [_annotation(route) for route in scope["app"].routes] if isinstance(body, dict) else []
-    models = [model for annotation in each for model in _models(annotation) if issubclass(model, BaseModel)]
+    if (declared := getattr(scope.get("route"), "body_field", None)) is not None:
+        return fields_of_type(declared.field_info.annotation)
     fields: dict[str, Any] = {}
-    for model in models:
-        if all((one.alias or name) in body for name, one in model.model_fields.items() if one.is_required()):
-            fields |= _fields(model)
+    for route in scope["app"].routes if isinstance(body, dict) else ():
+        declared = getattr(route, "body_field", None)
+        for model in () if declared is None else _models(declared.field_info.annotation):
+            if issubclass(model, BaseModel) and all(
+                (one.alias or name) in body for name, one in model.model_fields.items() if one.is_required()
+            ):
+                fields |= _fields(model)
     return fields
-
-
-def _annotation(route: Any) -> Any:
-    body = getattr(route, "body_field", None)
-    return None if body is None else body.field_info.annotation
 
 
 def fields_of_type(annotation: Any) -> Fields:
@@ -260,21 +257,20 @@ def refuse_lost(stated: Collection[tuple[str, Any]], reached: int) -> None:
         )
 
 
-def refuse_loose_tools(tools: Iterable[Any], choice: Any, held: Callable[[bool], bool]) -> None:
+def refuse_loose_tools(tools: Sequence[Any], choice: Any, held: Callable[[bool], bool]) -> None:
     """Raises RefusedError for tools with item sets in their parameters, which the engine would leave free.
 
     tools, choice: of OpenAI's or Anthropic's form. held: whether a tool's parameters hold, given whether it is strict.
     """
     chosen = choice if isinstance(choice, dict) else {}
     named = (chosen["function"] if isinstance(chosen.get("function"), dict) else chosen).get("name")
-    for tool in tools:
-        given = tool if isinstance(tool, dict) else {}
+    for given in objects(tools):
         if isinstance(given.get("tools"), list):  # a namespace of several
             refuse_loose_tools(given["tools"], choice, held)
         function = given["function"] if isinstance(given.get("function"), dict) else given
-        parameters = function.get("parameters", function.get("input_schema"))
-        if isinstance(parameters, dict) and not held(function.get("strict") is True) and holds_sets(JSON, parameters):
-            mends = ['add "strict": true to the function'] if function.get("strict") is not True else []
+        parameters, strict = function.get("parameters", function.get("input_schema")), function.get("strict") is True
+        if isinstance(parameters, dict) and not held(strict) and holds_sets(JSON, parameters):
+            mends = [] if strict else ['add "strict": true to the function']
             mends += ["name it in tool_choice"] if named is None or named != function.get("name") else []
             raise RefusedError(
                 "item set inside",

@@ -253,17 +253,14 @@ class DrawOptions(_Options, frozen=True):
                 "weights p^(1/temperature); for the most likely items ask for a ranked list",
                 "temperature",
             )
-        if self.draw != IMPORTANCE and self.candidates is not None:
+        by_importance, candidates = self.draw == IMPORTANCE, self.candidates
+        if not by_importance and candidates is not None:
             message = f'{CANDIDATES} is for {DRAW}: "{IMPORTANCE}"; to choose among items send only_keys'
             raise RefusedError("draws", message, CANDIDATES)
-        if self.draw == IMPORTANCE:
-            self._check_importance()
-
-    def _check_importance(self) -> None:
-        if self.candidates is None or self.candidates > MOST_CANDIDATES:
+        if by_importance and (candidates is None or candidates > MOST_CANDIDATES):
             message = f'{DRAW}: "{IMPORTANCE}" takes {CANDIDATES}: K, at most {MOST_CANDIDATES}'
             raise RefusedError("draws", message, CANDIDATES)
-        for one in _fields_of(type(self)):
+        for one in _fields_of(type(self)) if by_importance else ():
             if one.name in OF_EXACT and getattr(self, one.name) != one.default:
                 message = f'{one.name} is for exact draws: leave it or {DRAW}: "{IMPORTANCE}" out'
                 raise RefusedError("draws", message, one.name)

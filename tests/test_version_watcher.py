@@ -133,7 +133,7 @@ def test_a_version_that_an_engine_cannot_have_is_refused_everywhere(films, tmp_p
     with pytest.raises(RefusedError, match="no such file there"):
         processes.follower.refresh("films")
     assert processes.checks[0].catalogue.reference("films") == f"version:{before.name}@films"
-    assert processes.follower.listed()[0]["refused_version"]["reason"] == "no such file there"
+    assert processes.follower.described()["data"][0]["refused_version"]["reason"] == "no such file there"
 
 
 def test_a_folder_that_vanishes_while_a_version_is_taken_up_is_tried_again(films, processes, tmp_path):
@@ -150,24 +150,24 @@ def test_a_folder_that_vanishes_while_a_version_is_taken_up_is_tried_again(films
     with pytest.raises(RefusedError, match="publish an index there"):
         processes.follower.refresh("films")
     processes.follower.look()
-    entry = processes.follower.listed()[0]
+    entry = processes.follower.described()["data"][0]
     assert (entry["version"], entry["refused_version"]["version"]) == (films.versions[0].name, None)
     assert "publish an index there" in entry["refused_version"]["reason"]
     away.rename(films.folder)
     processes.preparers[0].answer = asked  # type: ignore[method-assign]
     processes.follower.look()
-    assert processes.follower.listed()[0]["version"] == version.name
+    assert processes.follower.described()["data"][0]["version"] == version.name
 
 
 def test_a_folder_that_is_published_anew_is_taken_up(films, processes):
     """Its versions are numbered from 1 again."""
     shutil.rmtree(films.folder)
     processes.follower.look()
-    assert processes.follower.listed()[0]["version"] == films.versions[0].name
+    assert processes.follower.described()["data"][0]["version"] == films.versions[0].name
     version = films.publish()
     assert version.sequence == films.versions[0].sequence == 1
     processes.follower.look()
-    assert processes.follower.listed()[0]["version"] == version.name
+    assert processes.follower.described()["data"][0]["version"] == version.name
 
 
 def test_open_versions_and_copies_stay_two(films, processes, tmp_path):
@@ -202,7 +202,7 @@ def test_a_refused_version_leaves_no_copy_when_another_comes_meanwhile(films, pr
 
     processes.preparers[0].answer = answer  # type: ignore[method-assign]
     processes.follower.look()
-    assert processes.follower.listed()[0]["version"] == films.versions[-1].name
+    assert processes.follower.described()["data"][0]["version"] == films.versions[-1].name
     gc.collect()
     films.publish()
     processes.follower.look()
@@ -250,7 +250,7 @@ def test_sets_of_a_folder_come_and_go(films, tmp_path):
     assert processes.config.item_set_versions == {"films": films.versions[0].name}
     more = Films(films.folder.parent / "more", seed=3)
     processes.follower.look()
-    assert {entry["name"] for entry in processes.follower.listed()} == {"films", "more"}
+    assert {entry["name"] for entry in processes.follower.described()["data"]} == {"films", "more"}
     assert len(processes.engines[0]["more"]) == more.versions[0].items
     assert {"films", "more"} <= measured()
     more.folder.rename(films.folder.parent.parent / "away")
@@ -287,7 +287,7 @@ def test_a_damaged_pointer_in_a_folder_leaves_its_set_out(films, tmp_path, caplo
     assert processes.config.item_set_versions == {"films": films.versions[0].name}
     for _ in range(2):
         processes.follower.look()
-    listed = {entry["name"]: entry for entry in processes.follower.listed()}
+    listed = {entry["name"]: entry for entry in processes.follower.described()["data"]}
     assert listed["films"]["refused_version"] is None
     assert listed["bad"]["version"] is None
     assert str(folder) in listed["bad"]["refused_version"]["reason"]
@@ -298,7 +298,7 @@ def test_a_damaged_pointer_in_a_folder_leaves_its_set_out(films, tmp_path, caplo
     shutil.rmtree(folder)
     good = Films(folder, seed=4)
     processes.follower.look()
-    assert processes.follower.listed()[1]["version"] == good.versions[0].name
+    assert processes.follower.described()["data"][1]["version"] == good.versions[0].name
     assert len(processes.engines[0]["bad"]) == good.versions[0].items
 
 
@@ -334,7 +334,7 @@ def test_a_bad_index_in_a_folder_leaves_its_set_out(films, tmp_path, caplog, whi
         processes = Processes(tmp_path, item_set_dir=str(films.folder.parent))
     assert [*processes.checks[0].catalogue.registered] == ["films"]
     processes.follower.look()
-    refused = {entry["name"]: entry["refused_version"] for entry in processes.follower.listed()}
+    refused = {entry["name"]: entry["refused_version"] for entry in processes.follower.described()["data"]}
     assert (refused["films"], refused["bad"]["version"]) == (None, bad.versions[-1].name)
     assert f"Version {bad.versions[-1].name} of the item set 'bad' is not served: " in caplog.text
     good = bad.publish()

@@ -34,13 +34,12 @@ UNSAID = ("stream", "echo", "logprobs", "prompt_logprobs", "return_logprob")  # 
 @dataclass(frozen=True)
 class ItemRequest:
     """The set that a request names or brings, one of both, and the ranked list or the draws of its items, if any.
-    item_set: the name of a registered set. choice: the texts of an inline set. several: its list or draws. selection:
 
-    see `views.view`. escape: of texts inside longer ones, as for `itemset.build_text`. weighed: WEIGHT or LOGPROBS, if
-    its answers say these. attributes: names of those that they say, or true for all. constraint: in place of a set the
-    kind and the text of one in which sets may stand. made: the set or the constraint, once it is made. after: what ends
-    a thought before its list, see LIST_AFTER; marker: its tokens; ended: that thought, whose list is asked for now.
-    reference: of its set, if it must be of a version that was served a moment ago.
+    item_set: the name of a registered set. choice: the texts of an inline one. selection: see `views.view`. escape: of
+    texts inside longer ones, as for `itemset.build_text`. weighed: WEIGHT or LOGPROBS, if its answers say these.
+    attributes: names of those that they say, or true for all. constraint: in place of a set the kind and the text of
+    one in which sets may stand. made: either, once it is made. after: what ends a thought before its list, see
+    LIST_AFTER; marker: its tokens; ended: that thought. reference: of its set, if its version is decided.
     """
 
     item_set: str | None = None

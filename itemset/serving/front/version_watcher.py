@@ -88,7 +88,7 @@ class Follower:
                 self._look_at(name)
 
     def refresh(self, name: str) -> dict[str, Any]:
-        """Look at one set; return its entry of `listed`. Raises RefusedError: no such set, or what is current is not
+        """Look at one set; return its entry of `described`. Raises RefusedError: no such set, or what is current is not
         served."""
         with self._lock:
             self._look_at_folder()
@@ -105,11 +105,8 @@ class Follower:
 
     def described(self) -> dict[str, Any]:
         """Return what `GET /v1/item_sets` says: the sets, and why rounds of requests make all lists, if they do."""
-        return {"object": "list", "data": self.listed(), "lists_by_rounds": self._by_rounds()}
-
-    def listed(self) -> list[dict[str, Any]]:
-        """Return what is served, a mapping for each set."""
-        return [self._entry(name, followed) for name, followed in list(self._sets.items())]
+        data = [self._entry(name, followed) for name, followed in list(self._sets.items())]
+        return {"object": "list", "data": data, "lists_by_rounds": self._by_rounds()}
 
     def _entry(self, name: str, followed: Followed) -> dict[str, Any]:
         catalogue = self._checks.catalogue

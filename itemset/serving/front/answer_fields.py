@@ -137,26 +137,26 @@ def json_paths(text: bytes) -> dict[int, str]:
     """Return the path (`$.films[0]`) of each string or number in a JSON text, or in the beginning of one, by the byte
     where its content begins. Keys of objects have none."""
     found: dict[int, str] = {}
-    above: list[list[str | int | None]] = []  # of each open object the key, of each array the place
+    above: list[str | int | None] = []  # of each open object the key, of each array the place
     is_key = False
     for match in _JSON_TOKEN.finditer(text):
         token = match[0]
         if token in (b"{", b"["):
-            above.append([None if token == b"{" else 0])
+            above.append(None if token == b"{" else 0)
             is_key = token == b"{"
         elif token in (b"}", b"]"):
             if above:
                 above.pop()
         elif token == b",":
-            is_key = bool(above) and not isinstance(above[-1][0], int)
-            if above and isinstance(place := above[-1][0], int):
-                above[-1][0] = place + 1
+            is_key = bool(above) and not isinstance(above[-1], int)
+            if above and isinstance(above[-1], int):
+                above[-1] += 1
         elif token == b":":
             is_key = False
         elif not is_key:
-            found[match.start() + token.startswith(b'"')] = "$" + "".join(_step(one[0]) for one in above)
+            found[match.start() + token.startswith(b'"')] = "$" + "".join(_step(one) for one in above)
         elif token.startswith(b'"'):
-            above[-1][0] = json.loads(token)
+            above[-1] = json.loads(token)
     return found
 
 

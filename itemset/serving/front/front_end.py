@@ -22,7 +22,7 @@ from itemset.serving.front.healing import HEALED, Healing
 from itemset.serving.front.list_runner import OneRequest, search_for
 from itemset.serving.front.request import ItemRequest
 from itemset.serving.front.request_fields import ATTRIBUTES, LIST_AFTER, NO_ATTRIBUTES, PROMPT, ListOptions, wrong_type
-from itemset.serving.front.selections import Prompt
+from itemset.serving.front.selections import Prompt, steering_of
 from itemset.serving.front.version_watcher import Follower, Send
 from itemset.serving.wire import INLINE, EngineRequest, Tokens
 from itemset.text import encode
@@ -189,7 +189,8 @@ class FrontEndBase:
                 placeholders = self.drafting(made, listed)
         after += len(placeholders)
         self.checks.request(made, prompt_tokens=prompt_tokens, min_tokens=0, stop_tokens=[end_token], after=after)
-        search = search_for(made.item_set, options, end_token, self.config, self.words, asked.boost_scale)
+        _, boost = steering_of(asked.selection)
+        search = search_for(made.item_set, options, end_token, self.config, self.words, boost)
         metrics.REQUESTS.labels(metrics.label(asked.item_set or INLINE)).inc()
         spec = self.one_request.spec(listed, made.reference, search, end_token, len(placeholders), reasons)
         carried = None if spec is None else EngineRequest(made.ref, spec)

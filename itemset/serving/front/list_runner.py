@@ -32,7 +32,6 @@ OTHERS_STAY = 1.0  # seconds for which lists make room after they have met other
 PATIENCE = 0.1  # seconds that another request waits at most for what lists have in the engine
 LONG = 3.0  # seconds after which a list says in the log why it takes so long
 _KEPT = 256  # refusals that are remembered
-DRAWS_OF = "draws of "  # before a set's name, where its lists may be refused and its draws not, or the other way round
 
 Result = TypeVar("Result")
 
@@ -120,7 +119,7 @@ class OneRequest:
         lists in one request.
         """
         self.beams, self.widest, self._too_many, self._with_mend = beams, widest, too_many, with_mend
-        self._warn, self._of = lru_cache(_KEPT)(warn), dict[tuple[str, Width], str]()
+        self._warn, self._of = lru_cache(_KEPT)(warn), dict[tuple[str, bool, Width], str]()
         self._room = dict[str, int]()  # of sets for whose lists as many beams as usual were too many
         self._note(always)
 
@@ -149,8 +148,9 @@ class OneRequest:
             if len(self._of) >= _KEPT:
                 self._of.clear()
                 self._room.clear()
-            of, width = key = _key(reference, spec)
-            self._of[key], self._room[of] = label, widest(width) // 2
+            self._of[_key(reference, spec)] = label
+            if not spec.races:
+                self._room[reference] = spec.beams // 2
         self._warn("A ranked list takes rounds of requests: %s", result.detail or label)
         return label
 
@@ -169,12 +169,11 @@ class OneRequest:
                 options.n, options.beam, end_token, *scores, placeholders=placeholders, boost=search.tree.boost,
                 normalise_length=search.tree.length,
             )  # fmt: skip
-            # What is complete before its end is scored has a score of its own in no kernel.
-            of_length = bool(options.normalise_length) and (any(scores) or placeholders > 0)
-            if placeholders and not of_length:
+            if placeholders:
                 return spec
             more = {"exact": options.exact, "max_passes": options.max_passes is not None}
-            more["normalise_length without ends"] = of_length
+            # What is complete before its end is scored has a score of its own in no kernel.
+            more["normalise_length without ends"] = bool(options.normalise_length) and any(scores)
             more["wider than ranked_list_beams"] = self.widest is not None and spec.beams > self.widest
         elif isinstance(search, Drawing):
             keys, k = search.races
@@ -216,9 +215,9 @@ class OneRequest:
         return made
 
 
-def _key(reference: str, spec: ListSpec) -> tuple[str, Width]:
+def _key(reference: str, spec: ListSpec) -> tuple[str, bool, Width]:
     """Return what a refusal holds for: lists, or draws, of a set with this many beams."""
-    return (DRAWS_OF + reference, spec.beams) if spec.races else (reference, spec.width)
+    return reference, bool(spec.races), spec.beams if spec.races else spec.width
 
 
 def _ways(spec: ListSpec) -> Any:

@@ -18,10 +18,10 @@ from itemset.embedded.rewrite import Marker, mentions
 from itemset.errors import ItemSetError, shown
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.constraint import SMALL
-from itemset.serving.front import request_fields
 
 from itemset.serving.front.request_fields import (  # isort: skip
-    CHOICE, COMPARED, EXTRAS, GUIDED, PARAMS, REFERENCE, STRUCTURED, at, nearest, objects,
+    CHOICE, COMPARED, DRAW, DRAWS, EXTRAS, GUIDED, LIST_AFTER, OF_ANSWERS, PARAMS, REFERENCE, SELECTION, STEERING,
+    STRUCTURED, WORDS, at, nearest, objects, wrong_type,
 )  # fmt: skip
 
 Fields = Mapping[str, Any]  # by name, what a field's type is
@@ -56,7 +56,7 @@ class Surface:
 
         fields: those that the endpoint declares. ours: whether this server has item sets; else `item_set` alone counts.
         """
-        watched = request_fields.WORDS if ours else (REFERENCE,)
+        watched = WORDS if ours else (REFERENCE,)
         fields = {name: inner for name, inner in fields.items() if name not in self.dropped}
         loose: dict[str, Any] = {}
         for number, (place, key, value, read) in enumerate(self._loose(self.served.get(path, {}), body, fields)):
@@ -85,14 +85,14 @@ class Surface:
                     yield from self._loose({**read, **self.elsewhere} if declared else read, value, inner, where)
             known = {*fields, *read.get(place, ())}
             if rest := {key: value for key, value in members if key not in known}:
-                yield from ((place, key, rest[key], ()) for key in rest.keys() & request_fields.WORDS)
+                yield from ((place, key, rest[key], ()) for key in rest.keys() & WORDS)
                 yield place, "", rest, ()
 
     def _lost(self, path: str, place: str, key: str, word: str) -> RefusedError:
         if path not in self.served and word not in self.elsewhere.get(place, ()):
             return RefusedError("wrong endpoint", f"{path:.60} takes no {key}: {self._send}")
         where = f" in {place}" if place else ""
-        return request_fields.wrong_type(f"there is no field {key}{where}: {self.mends[word]}")
+        return wrong_type(f"there is no field {key}{where}: {self.mends[word]}")
 
     @property
     def _send(self) -> str:
@@ -101,15 +101,14 @@ class Surface:
 
 def mends(choice: str, drawing: str) -> dict[str, str]:
     """Return how each word is said right. choice: where the texts of an inline list belong. drawing: who draws."""
-    drawn = (request_fields.DRAWS, *request_fields.STEERING, request_fields.LIST_AFTER)
-    said = {word: f"send {word} beside item_set to {drawing}" for word in drawn}
+    said = {word: f"send {word} beside item_set to {drawing}" for word in (DRAWS, *STEERING, LIST_AFTER)}
     return said | {
         REFERENCE: "name the item set in item_set, beside the other fields",
         **dict.fromkeys((CHOICE, STRUCTURED, GUIDED), f"send the texts as {choice}"),
-        request_fields.SLATE: "send slate beside the other fields",
-        **dict.fromkeys(request_fields.SELECTION, f"send {', '.join(request_fields.SELECTION)} beside item_set"),
-        request_fields.DRAW: said[request_fields.DRAWS],
-        **{word: f"send {word} beside item_set" for word in request_fields.OF_ANSWERS},
+        SLATE: "send slate beside the other fields",
+        **dict.fromkeys(SELECTION, f"send {', '.join(SELECTION)} beside item_set"),
+        DRAW: said[DRAWS],
+        **{word: f"send {word} beside item_set" for word in OF_ANSWERS},
     }
 
 

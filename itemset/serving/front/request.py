@@ -6,7 +6,6 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from itemset.errors import shown
-from itemset.select.boosts import parted
 from itemset.serving.catalogue import InlineSet, RefusedError
 from itemset.serving.front import request_fields as fields
 
@@ -74,12 +73,6 @@ class ItemRequest:
         return self.several.temperature if isinstance(self.several, DrawOptions) else 1.0
 
     @property
-    def boost_scale(self) -> float:
-        """Return what the potentials of its set, which serve all weights of one attribute, are to be multiplied by."""
-        has_one = fields.BOOST in self.selection and not self.selection.get(fields.BOOST_KEYS)
-        return parted(self.selection[fields.BOOST])[1] if has_one else 1.0
-
-    @property
     def chooses(self) -> bool:
         """Return whether it selects among the items of its registered set, or steers them, and that is to be done."""
         return self.made is None and (bool(self.selection) or self.temperature > 1)
@@ -109,10 +102,7 @@ class ItemRequest:
             return None
         if attributes and not named and (choices or not other):  # of a constraint it is known later
             raise wrong_type(fields.NO_ATTRIBUTES, fields.ATTRIBUTES)
-        words = (*fields.SELECTION, *fields.STEERING)
-        selection = {word: given[word] for word in words if given.get(word) is not None}
-        _check_selection(selection, named, choices)
-        selection = {word: value for word, value in selection.items() if value is not False}
+        selection = _selection(given, named, choices)
         if not has_set:
             if draws and drawn:
                 raise wrong_type(f"{DRAWS} draws items of a set: name the set as {REFERENCE}", DRAWS)
@@ -139,8 +129,7 @@ class ItemRequest:
                     word,
                 )
         name, choice = named[0] if named else None, choices[0] if choices else None
-        common: dict[str, Any] = {"weighed": weighed, "attributes": attributes, "after": after}
-        return cls(name, choice, several, selection, **common)
+        return cls(name, choice, several, selection, weighed=weighed, attributes=attributes, after=after)
 
 
 THOUGHT = "thought"  # what an answer says that is a thought: the `ItemRequest` for the list after it, until it is made
@@ -207,7 +196,9 @@ _KINDS: Mapping[str, tuple[type, str]] = {
 }
 
 
-def _check_selection(selection: Mapping[str, Any], named: Sequence[Any], choices: Sequence[Any]) -> None:
+def _selection(given: Mapping[str, Any], named: Sequence[Any], choices: Sequence[Any]) -> dict[str, Any]:
+    words = (*fields.SELECTION, *fields.STEERING)
+    selection = {word: given[word] for word in words if given.get(word) is not None}
     for word, value in selection.items():
         if not named:
             mend = ", or shorten the list itself" if choices else ""
@@ -217,6 +208,7 @@ def _check_selection(selection: Mapping[str, Any], named: Sequence[Any], choices
         kind, example = _KINDS.get(word, (list, "a list of keys"))
         if not isinstance(value, kind):
             raise wrong_type(f"{word} must be {example}, not {shown(value)}", word)
+    return {word: value for word, value in selection.items() if value is not False}
 
 
 def _check_one_set(named: Sequence[Any], choices: Sequence[Any], constraints: Sequence[str], other: bool) -> None:

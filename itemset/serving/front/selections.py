@@ -48,7 +48,7 @@ class Chosen:
             self._check_size(word, keys)
         if PROMPT in selection and prompt is not None and (held := self._held(of, prompt)):
             lists = {PROMPT: held, **lists}
-        whole, (steering, scale) = self._catalogue.made(of), _steering(selection)
+        whole, (steering, scale) = self._catalogue.made(of), steering_of(selection)
         first = {word: selection[word] for word in (FILTER,) if word in selection}
         excluded = lists.get(EXCLUDE, lists.get(PROMPT))
         if BOOST in steering and boosts_come_first(whole.item_set, excluded, lists.get(ONLY)):
@@ -70,9 +70,9 @@ class Chosen:
         of = made.reference if below is None else below.reference
         while below is None and of.startswith(VIEW):  # of the registered set, or of a form of it
             of = part_of(of)
-        named = {"temperature": asked.temperature, "scale": asked.boost_scale, "of": made.reference}
-        make = partial(tempered, made.item_set, asked.temperature, asked.boost_scale)
-        return self._part(named, of, below, make)
+        _, scale = steering_of(asked.selection)
+        named = {"temperature": asked.temperature, "scale": scale, "of": made.reference}
+        return self._part(named, of, below, partial(tempered, made.item_set, asked.temperature, scale))
 
     def _part(
         self, asked: Mapping[str, Any], of: str, below: InlineSet | None, make: Callable[[], ItemSet]
@@ -136,8 +136,9 @@ class Chosen:
             return texts
 
 
-def _steering(selection: Mapping[str, Any]) -> tuple[dict[str, Any], float]:
-    """Return the boosts of a selection, those of one attribute without their weight, and that weight."""
+def steering_of(selection: Mapping[str, Any]) -> tuple[dict[str, Any], float]:
+    """Return the boosts of a selection, those of one attribute without their weight, and that weight, by which its
+    potentials are to be multiplied."""
     steering, scale = {word: selection[word] for word in STEERING if selection.get(word)}, 1.0
     if BOOST in steering:
         with _naming(BOOST):

@@ -40,10 +40,7 @@ class Followed:
 
 
 class Follower:
-    """Follows the sets of one front end. Safe for threads.
-
-    Looks are made on a thread of its own once `start` was called, and by `look` and `refresh`.
-    """
+    """Follows the sets of one front end. Safe for threads."""
 
     def __init__(
         self, checks: Checks, config: StaticConfig, send: Send, *, path: str, log: logging.Logger,
@@ -65,7 +62,7 @@ class Follower:
         return msgspec.convert(self._send(msgspec.to_builtins(message)), list[Answer])
 
     def start(self) -> None:
-        """Look every `item_set_refresh_seconds` from now on, if a set is followed."""
+        """Look every `item_set_refresh_seconds` from now on, on a thread, if a set is followed."""
         threading.Thread(target=self._run, name="item-set-follower", daemon=True).start()
 
     def _run(self) -> None:

@@ -10,8 +10,7 @@ import logging
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -39,10 +38,27 @@ logger = logging.getLogger(__name__)
 def compile_all() -> None:
     """Run all loops once on small sets, for both widths of token ids and both kinds of keys; a process does so once.
 
-    Loads them where Numba's cache has them. Waits for another process that compiles them now.
+    Holds the lock of Numba's cache while it lacks loops; who comes later finds them there. A process that is killed
+    holds none. Where files cannot be locked each process compiles for itself.
     """
-    with _one_compiler():
+    mark = _mark()
+    with ExitStack() as held:
+        if mark is not None and not mark.exists():
+            with suppress(OSError):
+                mark.parent.mkdir(parents=True, exist_ok=True)
+                lock = held.enter_context(mark.with_name("all-loops.lock").open("w"))
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    logger.warning("Compiling loops for this machine, once: about half a minute")
+                except BlockingIOError:
+                    logger.warning("Another process compiles loops for this machine, once: about half a minute")
+                    fcntl.flock(lock, fcntl.LOCK_EX)
+                if mark.exists():
+                    held.close()  # who has waited need not wait for the others who load
         _run_all()
+        if mark is not None:
+            with suppress(OSError):
+                mark.touch()
 
 
 @cache  # which keeps the process: Python warns of one that is forgotten while it runs
@@ -62,30 +78,6 @@ def _mark() -> Path | None:
         return None
     made = SOURCES, numba.__version__, sys.implementation.cache_tag, count.targetctx.codegen().magic_tuple()
     return Path(saved, f"all-loops-{hashlib.sha256(repr(made).encode()).hexdigest()[:16]}")
-
-
-@contextmanager
-def _one_compiler() -> Iterator[None]:
-    """Hold the lock of Numba's cache while it lacks loops; who comes later finds them there. A process that is killed
-    holds none. Where files cannot be locked each process compiles for itself."""
-    mark = _mark()
-    with ExitStack() as held:
-        if mark is not None and not mark.exists():
-            with suppress(OSError):
-                mark.parent.mkdir(parents=True, exist_ok=True)
-                lock = held.enter_context(mark.with_name("all-loops.lock").open("w"))
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    logger.warning("Compiling loops for this machine, once: about half a minute")
-                except BlockingIOError:
-                    logger.warning("Another process compiles loops for this machine, once: about half a minute")
-                    fcntl.flock(lock, fcntl.LOCK_EX)
-                if mark.exists():
-                    held.close()  # who has waited need not wait for the others who load
-        yield
-        if mark is not None:
-            with suppress(OSError):
-                mark.touch()
 
 
 def _run_all() -> None:

@@ -153,16 +153,14 @@ def choose_columns(args: argparse.Namespace, about: str, before: ItemSet | None)
     names, _ = names_in(sources.files_of(args.source)[0], Dialect.of(vars(args)), given)
     if names:
         args.column = args.column or item_column([name for name in names if name not in given])
-        free = [name for name in names if name not in (*given, args.column)]
-        found = None
         if args.key is None and not args.keep_text:
-            found = key_column(free, [about, Path(args.source).stem], args.source)
-        if numbered and found is not None:
+            free = [name for name in names if name not in (*given, args.column)]
+            args.key = key_column(free, [about, Path(args.source).stem], args.source)
+        if numbered and args.key is not None:
             raise ItemSetError(
                 f"{args.source}: the keys before are 0, 1, 2, ...: say whether these are row numbers (--key '') or of "
-                f"a column (--key {found})"
+                f"a column (--key {args.key})"
             )
-        args.key = found if args.key is None else args.key
     return taken_of(args)
 
 

@@ -176,8 +176,7 @@ class Catalogue:
     def drop(self, name: str) -> list[str]:
         """Forget a set. Return its versions."""
         with self._lock:
-            for key in [key for key in self._opening if key[0] == name]:
-                del self._opening[key]
+            self._opening = {key: one for key, one in self._opening.items() if key[0] != name}
             return self._forget(self._open.pop(name, []))
 
     def _forget(self, closed: list[Opened]) -> list[str]:

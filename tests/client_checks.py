@@ -202,9 +202,37 @@ def check_bench(server: Any, tokenizer: Path, folder: Path, capsys: pytest.Captu
     assert {row["legal"] for row in rows if row["body"] == "set"} == {1.0}
     assert [(row["recall"], row["hit"]) for row in rows if row["body"] == "set" and row["filter"]] == [(0.5, 0.5)] * 2
     assert {row["legal"] for row in rows if row["body"] == "open"} == {0.0}
+    assert [row["distinct"] for row in rows if row["body"] == "set"] == [1.0] * 4
+    assert [row["overlap"] for row in rows] == [1.0] * 4 + [0.0] * 4  # with the first way's lists
     assert len(capsys.readouterr().out.splitlines()) == 1 + len(rows) == 9
+    _check_replay(words, folder, report)
+    capsys.readouterr()
     assert cli.main([*words, "--body", 'bad={"item_set": "flims"}']) == 1
     assert "did you mean 'films'" in capsys.readouterr().err
+
+
+def _check_replay(words: list[str], folder: Path, report: Path) -> None:
+    """The same lists again, and with a drift: by titles that were not there, and by another score."""
+    body = json.dumps({"item_set": "films", "use_beam_search": True, "width": 16})
+    log, alone = folder / "answers.jsonl", ["--concurrency", "1", "--json", str(report)]
+    assert cli.main([*words, "--body", f"set={body}", "--requests", "3", "--answers", str(log), *alone]) == 0
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [len(line["answer"]) for line in lines] == [4] * 3
+    assert cli.main([*words, "--replay", str(log), *alone]) == 0
+    (row,) = json.loads(report.read_text())["rows"]
+    assert (row["overlap"], row["rank shift"]) == (1, 0)
+    assert row["most drift"] < 1e-3
+    excluded = lines[0]["answer"][1]["key"]
+    for line in lines:
+        line["body"]["exclude_keys"] = [excluded]  # as if the set of today had one less
+    lines[2]["answer"][0]["score"] += 0.5
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert cli.main([*words, "--replay", str(log), *alone]) == 0
+    (row,) = json.loads(report.read_text())["rows"]
+    had = sum(excluded in {one["key"] for one in line["answer"]} for line in lines)
+    assert row["overlap"] == pytest.approx(1 - had / 12)
+    assert row["rank shift"] > 0
+    assert row["most drift"] == pytest.approx(0.5, abs=1e-2)
 
 
 def check_bench_of_generate(server: Any, tokenizer: Path, folder: Path) -> None:

@@ -6,10 +6,12 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from itertools import cycle, islice, product
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,8 @@ from itemset.item_set import ItemSet
 from itemset.text import encode
 
 Row = dict[str, Any]
+Key = int | str | None
+Answer = list[tuple[Key, float | None]]  # a list: of each place the item's key and score
 
 
 def add_to(command: Command) -> None:
@@ -30,13 +34,15 @@ def add_to(command: Command) -> None:
         "itemset bench --url http://localhost:8000/v1 --set films.itemset --tokenizer DIR --users users.jsonl\n"
         """  itemset bench --url URL --set films.itemset --tokenizer DIR --body 'open={"use_beam_search": true}'""",
     )
-    sub.add_argument(
-        "--url", required=True, help="of the API, to /v1; to /generate: SGLang's own form, beams of its own"
-    )
+    url = "of the API, to /v1; to /generate: SGLang's own form, beams of its own. May be repeated, to compare servers"
+    sub.add_argument("--url", action="append", required=True, help=url)
     sub.add_argument("--set", metavar="FILE", required=True, help="the index of the set")
     add_tokenizer(sub, "the set's tokenizer, which reads the answers", required=True)
     users = 'lines of {"prompt": text or token ids, "truth": [keys], "filter": {...}}; the last two may be missing'
     sub.add_argument("--users", metavar="FILE", help=users)
+    replay = 'lines of {"body": {a whole request}, "answer": [{"key": ..., "score": ...}]}; the answer may be missing'
+    sub.add_argument("--replay", metavar="FILE", help=replay)
+    sub.add_argument("--answers", metavar="FILE", help="write the first way's requests and answers there, for --replay")
     sub.add_argument("-k", metavar="K", type=positive, default=10, help="items in a list (default: 10)")
     body = "what a request says beside prompt, n and max_tokens; may be repeated (default: a ranked list of the set)"
     sub.add_argument("--body", metavar="LABEL=JSON", action="append", type=_labelled, help=body)
@@ -60,50 +66,75 @@ def bench(args: argparse.Namespace) -> None:
     """Ask for all lists, and print a row for each kind. Raises ItemSetError for bad input or a server that refuses."""
     item_set = itemset.load(args.set)
     tokenizer, users, rows = tokenizer_of(args, item_set), _users(args), list[Row]()
-    bodies = args.body or [("ranked list", {"item_set": Path(args.set).stem, "use_beam_search": True})]
+    listed = ("ranked list", {"item_set": Path(args.set).stem, "use_beam_search": True})
+    bodies = args.body or [("replay", {}) if args.replay else listed]
     if truths := [key for user in users for key in user.get("truth") or ()]:
         try:
             item_set.tokens(truths)
         except ItemSetError as error:
             print(f"a truth is not in the set: {error}", file=sys.stderr)
     fixed = {"model": args.model, "n": args.k, "max_tokens": item_set.longest + 1}
-    filters = [False, True] if any("filter" in user for user in users) else [False]
-    for (label, body), filtered, concurrency in product(bodies, filters, args.concurrency):
-        ask = partial(_ask, args.url, fixed | body, filtered)
+    filters = [False, True] if not args.replay and any("filter" in user for user in users) else [False]
+    before: dict[bool, list[Answer]] = {}  # what lists are compared with, filtered or not
+    if any("answer" in user for user in users):
+        before[False] = [[(one["key"], one.get("score")) for one in user.get("answer", ())] for user in users]
+    for url, (label, body), filtered, concurrency in product(args.url, bodies, filters, args.concurrency):
+        ask = partial(_ask, url, fixed | body, filtered)
         ask(users[0])  # which the server may have to warm up for
         start = time.perf_counter()
         with ThreadPoolExecutor(concurrency) as pool:
             lists, times = zip(*pool.map(ask, users), strict=True)
-        row = {"body": label, "filter": filtered, "concurrency": concurrency, "k": args.k}
+        row: Row = {"url": url} if len(args.url) > 1 else {}
+        row |= {"body": label, "filter": filtered, "concurrency": concurrency, "k": args.k}
         row["lists a second"] = len(users) / (time.perf_counter() - start)
         row["p50 ms"], row["p95 ms"] = (1e3 * np.percentile(times, (50, 95))).tolist()
-        rows.append(
-            row | shares(item_set, tokenizer, users if filtered else [{**user, "filter": {}} for user in users], lists)
-        )
+        asked = users if filtered or args.replay else [{**user, "filter": {}} for user in users]
+        answers = _keyed(item_set, tokenizer, asked, lists)
+        row |= shares(asked, answers) | changes(before.setdefault(filtered, answers), answers)
+        if not rows and args.answers:
+            said = ({"body": _said(fixed | body, False, user)} for user in users)
+            told = ({"answer": [{"key": key, "score": score} for key, score in answer]} for answer in answers)
+            lines = (json.dumps(one | other) + "\n" for one, other in zip(said, told, strict=True))
+            Path(args.answers).write_text("".join(lines))
+        rows.append(row)
         if len(rows) == 1:
-            print("  ".join(f"{name:>14}" for name in rows[0]))
-        print("  ".join(f"{f'{x:.3f}' if isinstance(x, float) else x!s:>14}" for x in rows[-1].values()), flush=True)
+            print("  ".join(f"{name:>14}" for name in row))
+        print("  ".join(f"{f'{x:.3f}' if isinstance(x, float) else x!s:>14}" for x in row.values()), flush=True)
     if args.json:
         Path(args.json).write_text(json.dumps({"url": args.url, "set": args.set, "users": len(users), "rows": rows}))
 
 
 def _users(args: argparse.Namespace) -> list[Row]:
     """Return what each request is about. Raises ItemSetError for a line that is none."""
+    file, form = args.replay or args.users, '{"prompt": "...", "truth": [keys]}'
+    if args.replay:
+        form = '{"body": {"prompt": "..."}, "answer": [{"key": 1, "score": -2.5}]}'
     users: list[Row] = []
-    for number, line in enumerate(Path(args.users).read_text().splitlines() if args.users else (), 1):
+    for number, line in enumerate(Path(file).read_text().splitlines() if file else (), 1):
         try:
-            users.append({"prompt": json.loads(line)["prompt"]} | json.loads(line))
+            user = dict(json.loads(line))
+            said = user["body"] if args.replay else user
+            more = {"filter": said["item_filter"]} if args.replay and said.get("item_filter") else {}
+            users.append(user | {"prompt": said["prompt"], **more})
+            _ = [one["key"] for one in user.get("answer", ())]
         except (ValueError, TypeError, LookupError) as error:
-            raise ItemSetError(f'{args.users}, line {number}: write {{"prompt": "...", "truth": [keys]}}') from error
+            raise ItemSetError(f"{file}, line {number}: write {form}") from error
     users = users or [{"prompt": "For instance: "}] * 32
     return list(islice(cycle(users), args.requests or len(users)))
 
 
-def _ask(url: str, body: Row, filtered: bool, user: Row) -> tuple[list[str], float]:
-    """Return the texts of a list, and the seconds that it took. Raises ItemSetError if the server refuses."""
-    said = {**body, "prompt": user["prompt"]}
+def _said(body: Row, filtered: bool, user: Row) -> Row:
+    """Return the body of a request."""
+    said = {**body, **user.get("body", {}), "prompt": user["prompt"]}
+    said["model"] = body["model"] or said["model"]
     if filtered and "filter" in user and "item_set" in body:  # no other request knows of filters
         said["item_filter"] = user["filter"]
+    return said
+
+
+def _ask(url: str, body: Row, filtered: bool, user: Row) -> tuple[list[tuple[str, float | None]], float]:
+    """Return texts and scores of a list, and the seconds that it took. Raises ItemSetError if the server refuses."""
+    said = _said(body, filtered, user)
     if own := url.endswith("/generate"):
         said = _as_generate(**said)
     data, kind = json.dumps(said).encode(), {"Content-Type": "application/json"}
@@ -112,12 +143,15 @@ def _ask(url: str, body: Row, filtered: bool, user: Row) -> tuple[list[str], flo
         request = urllib.request.Request(url if own else f"{url.rstrip('/')}/completions", data, kind)
         with urllib.request.urlopen(request, timeout=600) as response:
             answer = json.load(response)
-        texts = [one["text"] for one in (answer["meta_info"]["beam_results"] if own else answer["choices"])]
     except urllib.error.HTTPError as error:
         raise ItemSetError(f"{url} refuses {data.decode():.200}: {error.read().decode():.500}") from error
     except OSError as error:
         raise ItemSetError(f"{url} does not answer: {error}: check the address") from error
-    return texts, time.perf_counter() - start
+    seconds = time.perf_counter() - start
+    if own:
+        each = answer["meta_info"].get("beam_results", [answer])
+        return [(one["text"], one["meta_info"].get("sequence_score")) for one in each], seconds
+    return [(one["text"], (one.get("item") or {}).get("score")) for one in answer["choices"]], seconds
 
 
 def _as_generate(model: str, prompt: str | list[int], n: int, max_tokens: int, **params: Any) -> Row:
@@ -125,15 +159,12 @@ def _as_generate(model: str, prompt: str | list[int], n: int, max_tokens: int, *
     return {"text" if isinstance(prompt, str) else "input_ids": prompt, "sampling_params": params}
 
 
-def shares(item_set: ItemSet, tokenizer: Any, users: list[Row], lists: tuple[list[str], ...]) -> Row:
-    """Judge lists by their texts alone: what a server says of them counts for nothing.
-
-    Returns `legal`, the share of answers that are items and pass their user's filter; of lists with a truth `recall`,
-    the share of its keys that are in the list, and `hit`, the share of lists with one of them.
-    """
+def _keyed(item_set: ItemSet, tokenizer: Any, users: list[Row], lists: Sequence[Any]) -> list[Answer]:
+    """Return the keys and scores of lists, by their texts alone: what a server says of keys counts for nothing. None
+    is the key of what is no item, or does not pass its user's filter."""
     part = cache(lambda query: itemset.view(item_set, json.loads(query)))
 
-    def key_of(of: ItemSet, text: str) -> int | str | None:
+    def key_of(of: ItemSet, text: str) -> Key:
         try:
             tokens, _ = encode([text.strip()], tokenizer, prefix=of.prefix, escape=of.escape)
         except ItemSetError:  # no text at all, or one that no item can be
@@ -141,12 +172,52 @@ def shares(item_set: ItemSet, tokenizer: Any, users: list[Row], lists: tuple[lis
         return (of.find(tokens.tolist()) or (None,))[0]
 
     found = []
-    for user, texts in zip(users, lists, strict=True):
+    for user, answers in zip(users, lists, strict=True):
         of = part(json.dumps(user["filter"])) if user.get("filter") else item_set
-        found.append([key_of(of, text) for text in texts])
-    row: Row = {"legal": sum(key is not None for keys in found for key in keys) / max(1, sum(map(len, found)))}
-    true = [(set(user["truth"]), {*keys}) for user, keys in zip(users, found, strict=True) if user.get("truth")]
+        found.append([(key_of(of, text), score) for text, score in answers])
+    return found
+
+
+def shares(users: list[Row], answers: Sequence[Answer]) -> Row:
+    """Judge lists.
+
+    Returns `legal`, the share of answers that are items and pass their user's filter; `distinct`, the share of these
+    that stand in their list for the first time; of lists with a truth `recall`, the share of its keys that are in the
+    list, `hit`, the share of lists with one of them, and `ndcg`.
+    """
+    keys = [[key for key, _ in answer if key is not None] for answer in answers]
+    legal = sum(map(len, keys))
+    row: Row = {"legal": legal / max(1, sum(map(len, answers)))}
+    row["distinct"] = sum(len({*one}) for one in keys) / max(1, legal)
+    true = [(set(user["truth"]), one) for user, one in zip(users, keys, strict=True) if user.get("truth")]
     if true:
-        row["recall"] = float(np.mean([len(truth & keys) / len(truth) for truth, keys in true]))
-        row["hit"] = float(np.mean([bool(truth & keys) for truth, keys in true]))
+        row["recall"] = float(np.mean([len(truth & {*one}) / len(truth) for truth, one in true]))
+        row["hit"] = float(np.mean([not truth.isdisjoint(one) for truth, one in true]))
+        row["ndcg"] = float(np.mean([_gain(truth, list(dict.fromkeys(one)), len(one)) for truth, one in true]))
     return row
+
+
+def _gain(truth: set[Any], keys: list[Any], k: int) -> float:
+    best = sum(1 / np.log2(2 + place) for place in range(min(len(truth), k)))
+    return sum(1 / np.log2(2 + place) for place, key in enumerate(keys) if key in truth) / best if best else 0.0
+
+
+def changes(before: Sequence[Answer], answers: Sequence[Answer]) -> Row:
+    """Compare lists with others of the same requests.
+
+    Returns `overlap`, the share of the others' items that are in the list; of these `rank shift`, by how many places
+    they have moved, and `score drift`, the difference of their scores where both are known, in the mean; and `most
+    drift`, the largest of them. None where nothing can be compared.
+    """
+    overlaps, shifts, drifts = list[float](), list[int](), list[float]()
+    for was, now in zip(before, answers, strict=True):
+        places = {key: (place, score) for place, (key, score) in reversed([*enumerate(now)]) if key is not None}
+        known = [(place, key, score) for place, (key, score) in enumerate(was) if key is not None]
+        overlaps += [sum(key in places for _, key, _ in known) / len(known)] if known else []
+        for place, key, score in known:
+            at, found = places.get(key, (place, None))
+            shifts += [abs(place - at)] if key in places else []
+            drifts += [abs(score - found)] if score is not None and found is not None else []
+    means: dict[str, Sequence[float]] = {"overlap": overlaps, "rank shift": shifts, "score drift": drifts}
+    row: Row = {name: fmean(each) if each else None for name, each in means.items()}
+    return row | {"most drift": max(drifts, default=None)}

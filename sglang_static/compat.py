@@ -13,6 +13,7 @@ from typing import Any
 from xgrammar import TokenizerInfo
 
 from itemset.embedded.placement import JSON
+from itemset.errors import ItemSetError
 from itemset.serving import hooks
 from itemset.serving.config import BACKEND, from_environment
 from itemset.serving.hooks import IMPORTED, Later
@@ -89,8 +90,10 @@ def follower_of(manager: Any) -> Any:
         loop = manager.event_loop
 
         async def send_to_all(message: Any) -> list[Any]:
-            asked = messages.DumperControlReqInput(method=METHOD, body=message)
-            return [output.response[0] for output in await manager.dumper_control(asked)]
+            outputs = await manager.dumper_control(messages.DumperControlReqInput(method=METHOD, body=message))
+            if failed := [output.error for output in outputs if not output.success]:
+                raise ItemSetError(failed[0])
+            return [output.response[0] for output in outputs]
 
         front.follow(lambda message: asyncio.run_coroutine_threadsafe(send_to_all(message), loop).result()).start()
     return front and front.follower

@@ -559,6 +559,11 @@ def test_a_space_before_an_item_is_the_items_own() -> None:
         found = marked("ebnf", grammar)
         assert [place.spaced for place in found.holes] == [True]
         assert ' "' not in found.grammar.replace(' "ITEMSET', "").replace(' "a', "").replace(' "."', "")
+    for grammar in ('root ::= "x " ItemSet("films")?', 'root ::= "x " ItemSet("films") {2}'):
+        with pytest.raises(ItemSetError, match="may not end in a space"):
+            marked("ebnf", grammar)
+    found = marked("ebnf", '# say "x "\nroot ::= ItemSet("films")')
+    assert [place.spaced for place in found.holes] == [False]
     tag = {"type": "tag", "begin": "pip install ", "content": OF_TAG, "end": "\n"}
     form = {"type": "triggered_tags", "triggers": ["pip install "], "tags": [tag]}
     found = marked("tag", {"type": "structural_tag", "format": form})

@@ -14,9 +14,9 @@ import itemset
 from itemset.embedded.placement import JSON
 from itemset.serving.catalogue import Catalogue
 from itemset.serving.config import StaticConfig
-from itemset.serving.front.healing import HEALED, MOST, Healing
+from itemset.serving.front.healing import HEALED, MOST, Healing, unhealed
 from itemset.serving.front.request import ItemRequest
-from itemset.text import space_token
+from itemset.text import encode, space_token
 
 TEXTS = ["red apple", "blue", "12 Monkeys (1995)"]
 
@@ -41,24 +41,30 @@ def test_the_space_at_the_end_of_a_text_is_a_token(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_healed(name: str, tmp_path: Path) -> None:
+    letters = encode(list("red"), tokenizer(name), escape="text")[0].tolist()
     sets = {
         "plain": itemset.build_text(TEXTS, tokenizer(name)),
         "spaced": itemset.build_text(TEXTS, tokenizer(name), prefix=" "),
         "inside": itemset.build_text(TEXTS, tokenizer(name), escape="json"),
         "ids": itemset.build([[70, 71], [80, 90]]),
+        "codes": itemset.build([letters], tokenizer=tokenizer(name)),
         "digits": itemset.build_text(["1", "2", "3"], tokenizer(name)),
     }
     one = healing(tmp_path, name, **sets)
     asked = ItemRequest("plain")
-    assert one.healed(asked, "A film: ") == replace(asked, escape=HEALED)
+    of = one._catalogue.reference("plain")
+    assert one.healed(asked, "A film: ") == replace(asked, escape=HEALED, reference=of)
+    assert unhealed(one.healed(asked, "A film: ")) == replace(asked, reference=of)
     assert one.healed(again := replace(asked, escape=HEALED), "A film: ") is again
     choice = ItemRequest(choice=TEXTS)
     assert one.healed(choice, "A film: ") == replace(choice, escape=HEALED)
     for prompt in ("A film:", "A film:  ", "A film:\n", "A film:\n ", "A film:\u00a0", " ", ""):
         assert one.healed(asked, prompt) is asked, prompt
     for other in (
-        *map(ItemRequest, ("spaced", "inside", "ids", "digits", "unknown")),
+        *map(ItemRequest, ("spaced", "inside", "ids", "codes", "digits", "unknown")),
         ItemRequest(choice=["1", "22"]),
+        ItemRequest(choice={"a": 1}),
+        ItemRequest(choice=[5, "", "\ud800"]),
         ItemRequest(constraint=(JSON, "{}")),
         replace(asked, after="</think>"),
         replace(asked, weighed="item_logprobs"),

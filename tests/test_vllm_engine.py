@@ -118,7 +118,7 @@ def count_fills(llm, prompts: list[Any], params: list[SamplingParams]) -> Counte
 
 def test_inline_sets_answer_as_xgrammar_does(runner, engines, tiny_model, engine):
     choices = [CITIES, ["yes", "no"], ["red", "green", "blue"], [str(n) for n in range(100)]]
-    prompts = [f"Question {i}: " for i in range(12)]
+    prompts = [f"Question {i}:" for i in range(12)]
     params = [inline(choices[i % 4], temperature=0) for i in range(12)]
     ours = [output.outputs[0].text for output in engine.generate(prompts, params)]
     xgrammar = engines(runner, tiny_model, structured_outputs_config={"backend": "xgrammar"})

@@ -326,6 +326,14 @@ def reasoning_end_token(manager: Any, request: Any) -> int | None:
     return reasoner.vocab.get(reasoner.reasoning_end_str)
 
 
+def answers_here_at_once(vllm_config: Any) -> bool:
+    """Return whether all of the engine's processes are on this machine, and its answers begin after their prompts."""
+    parallel = vllm_config.parallel_config
+    engines = parallel.data_parallel_size_local in (0, parallel.data_parallel_size)
+    here = parallel.nnodes == 1 and parallel.distributed_executor_backend != "ray" and engines
+    return here and not vllm_config.structured_outputs_config.reasoning_parser
+
+
 def content_after_reasoning(
     vllm_config: Any, tokenizer: Any, request: Any
 ) -> Callable[[Sequence[int]], Sequence[int]] | None:

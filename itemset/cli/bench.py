@@ -186,20 +186,23 @@ def shares(users: list[Row], answers: Sequence[Answer]) -> Row:
     list, `hit`, the share of lists with one of them, and `ndcg`.
     """
     keys = [[key for key, _ in answer if key is not None] for answer in answers]
+    places = [[key for key, _ in answer] for answer in answers]
     legal = sum(map(len, keys))
     row: Row = {"legal": legal / max(1, sum(map(len, answers)))}
     row["distinct"] = sum(len({*one}) for one in keys) / max(1, legal)
-    true = [(set(user["truth"]), one) for user, one in zip(users, keys, strict=True) if user.get("truth")]
+    true = [(set(user["truth"]), one) for user, one in zip(users, places, strict=True) if user.get("truth")]
     if true:
         row["recall"] = float(np.mean([len(truth & {*one}) / len(truth) for truth, one in true]))
         row["hit"] = float(np.mean([not truth.isdisjoint(one) for truth, one in true]))
-        row["ndcg"] = float(np.mean([_gain(truth, list(dict.fromkeys(one)), len(one)) for truth, one in true]))
+        row["ndcg"] = float(np.mean([_gain(truth, one) for truth, one in true]))
     return row
 
 
-def _gain(truth: set[Any], keys: list[Any], k: int) -> float:
-    best = sum(1 / np.log2(2 + place) for place in range(min(len(truth), k)))
-    return sum(1 / np.log2(2 + place) for place, key in enumerate(keys) if key in truth) / best if best else 0.0
+def _gain(truth: set[Any], keys: list[Key]) -> float:
+    """Return the NDCG of a list, of which a key counts where it stands first."""
+    gains = 1 / np.log2(np.arange(2, len(keys) + 2))
+    found = sum(gain for place, gain in enumerate(gains) if keys[place] in truth and keys[place] not in keys[:place])
+    return float(found / gains[: len(truth)].sum()) if keys else 0.0
 
 
 def changes(before: Sequence[Answer], answers: Sequence[Answer]) -> Row:

@@ -31,6 +31,7 @@ _UNREAD = (
 )  # fmt: skip
 # What is not closed goes on to its line's end: to look for that from each of many brackets would take the square.
 _EBNF = re.compile(r'"(?:[^"\\\n]|\\.)*"?|\[(?:[^\]\\\n]|\\.)*\]?|#[^\n]*|//[^\n]*|(?<![\w.-])ItemSet\s*\(\s*')
+_REPEATED = re.compile(r"\s*[?*+{~]")  # after an element
 _ESCAPED_WORD = re.compile(r"\\u00(?:[4-7][0-9a-fA-F]|2[0dD])")  # of a letter, _, - or a space
 _SLATE = 'such as {"item_set": "films", "n": 5, "separator": "\\n"}'
 GRAMMAR = 1 << 18  # characters of the grammar that xgrammar makes of it, with marks in place of the sets
@@ -72,7 +73,7 @@ class Marker:
         marked, parsed = self._marked(kind, given)
         if not self._places:
             return None
-        if kind == TAG and isinstance(parsed.get("structures"), list):
+        if kind == TAG and isinstance(parsed, dict) and isinstance(parsed.get("structures"), list):
             marked = _of_present_form(marked)
         spec = marked if isinstance(marked, str) else json.dumps(marked)
         return self._placed(spec, printed(kind, spec, options), parsed)
@@ -240,7 +241,7 @@ class Marker:
         ends = [end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, str)]
         out: dict[str, Any] = {}
         own_space = isinstance(begin, str) and begin.endswith(" ") and _begins_with_item(node.get("content"))
-        if own_space and node["content"].get("type") != WORD:
+        if own_space and (node["content"].get("type") != WORD or begin == " "):
             raise ItemSetError(f"{path}.begin {NO_SPACE}")
         for key, value in node.items():
             if own_space and key == "content":
@@ -255,17 +256,17 @@ class Marker:
         if isinstance(triggers := node.get("triggers"), list) and isinstance(node.get("tags"), list):
             tags = [pair for pair in zip(node["tags"], out["tags"], strict=True) if isinstance(pair[0], dict)]
             spaced = {one.get("begin") for one, own in tags if own.get("begin") != one.get("begin")}
-            out["triggers"] = [text[:-1] if text in spaced else text for text in triggers]
+            out["triggers"] = [text[:-1] if isinstance(text, str) and text in spaced else text for text in triggers]
         return out
 
     # Grammars
 
     def _elements(self, text: str) -> list[str]:
-        at, parts = 0, list[str]()
+        at, parts, last = 0, list[str](), ""
         while (match := _EBNF.search(text, at)) is not None:
             if not match[0].startswith("ItemSet"):
                 parts.append(text[at : match.end()])
-                at = match.end()
+                at, last = match.end(), match[0]
                 continue
             where = f"ItemSet at character {match.start()}"
             try:
@@ -279,11 +280,13 @@ class Marker:
             if others := sorted(set(node) - {WORD, *SELECTION}):
                 raise ItemSetError(f"{where}: there is no {others[0]}")
             between = text[at : match.start()]
-            spaced = not between.strip() and bool(parts) and parts[-1].endswith(' "')
-            if spaced:
+            literal = last.startswith('"') and last.endswith(' "') and not last.endswith('\\ "')
+            if spaced := literal and not between.strip():
+                if _REPEATED.match(text, close.end()):  # which would not hold for the space
+                    raise ItemSetError(f"the text before the {where} {NO_SPACE}")
                 parts[-1] = parts[-1].removesuffix(' "') + '"'
             parts += [between, f'"{self._mark(replace(self._place(node, where), spaced=spaced))}"']
-            at = close.end()
+            at, last = close.end(), ""
         return [*parts, text[at:]]
 
     # What xgrammar made of it

@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -66,6 +65,8 @@ class Header:
 
 
 def _encode(header: Header, arrays: dict[str, NDArray[Any]]) -> Iterator[bytes | memoryview]:
+    import msgspec  # which loops on another machine do without
+
     parts = {name: np.ascontiguousarray(array).view(np.uint8).data for name, array in arrays.items()}
     sections, size = [], 0
     for name, array in arrays.items():
@@ -209,6 +210,8 @@ def _parse_header(start: bytes, length: int, name: str) -> Header:
     body = start[_PRELUDE.size :]
     if length != size or len(start) % _ALIGN or zlib.crc32(body, zlib.crc32(start[:24])) != crc:
         raise ItemSetError(f"{name} is corrupted, its header does not match its checksum: {AGAIN}")
+    import msgspec
+
     try:
         header = msgspec.json.decode(body, type=Header)
         for section in header.sections:

@@ -10,6 +10,7 @@ from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import ModelLimits, StaticConfig, Words
 from itemset.serving.constraint import Constraint, after
 from itemset.serving.front.front_end import FrontEndBase, ListJob
+from itemset.serving.front.healing import HEALED, ends_in_space
 from itemset.serving.front.http_bodies import body, while_connected
 from itemset.serving.front.list_runner import Lists, OneRequest
 from itemset.serving.front.lost_fields import refuse_lost
@@ -25,7 +26,6 @@ from sglang_static.front.request import (
     OTHERS,
     asked,
     check_prompts,
-    ends_in_space,
     in_place,
     names_sets,
     prompts_of,
@@ -62,7 +62,8 @@ class FrontEnd(FrontEndBase):
         self.lists = Lists(seats, lambda: len(manager.rid_to_state), logger.warning)
         self._speculates = manager.server_args.speculative_algorithm is not None
         self._why_no_weights = compat.why_host_path(manager.server_args)  # they need what the device path does
-        self._begin("Grammar backend", config.why_on_host(self._why_no_weights))
+        reason = config.why_on_host(self._why_no_weights)
+        self._begin("Grammar backend", reason, here=manager.server_args.nnodes == 1)
 
     async def judge(self, request: Any, http_request: Any) -> bool:
         """Judge what each prompt of a request says, once, and put an ItemRequest in the place of its words, at item_set
@@ -116,19 +117,27 @@ class FrontEnd(FrontEndBase):
             if one.choice is not None and one.made is None:
                 one = replace(one, made=made.get((id(one.choice), one.temperature, one.escape)))
             waits = one.chooses or (one.choice is not None and one.made is None)
-            known = hasattr(request, "input_ids") and (PROMPT in one.selection or ends_in_space(request))
-            prompts: list[Any] = prompts_of(request) if known else [None] * len(each)
+            prompts: list[Any] = prompts_of(request) if hasattr(request, "input_ids") else []
+            heals = any(map(ends_in_space, prompts)) and not self._stops_early(request, with_defaults[i])
+            prompts = prompts if prompts and (PROMPT in one.selection or heals) else [None] * len(each)
             for at, prompt in [*enumerate(prompts)][i : i + 1] if isinstance(given, list) else enumerate(prompts):
-                asks = self.healed(one, prompt)
-                if asks is not one:
-                    take_space(request, at)
-                beside = self.prepare(asks, prompt) if waits or asks is not one else None
-                pinned = self.pinned(one) if beside is None else await while_connected(beside, http_request)
+                asks = one
+                if heals and ends_in_space(prompt):
+                    asks = await while_connected(self.healed_beside(one, prompt), http_request)
+                    if asks.escape == HEALED:
+                        take_space(request, at)
+                beside = self.prepare(asks, prompt) if waits and asks.made is None else None
+                pinned = self.pinned(asks) if beside is None else await while_connected(beside, http_request)
                 assert pinned is not None
                 made[id(one.choice), one.temperature, asks.escape] = pinned.made
                 judged.append(in_place(params or {}, pinned))
         request.sampling_params = judged if isinstance(given, list) or len(judged) > 1 else judged[0]
         return ranked
+
+    @staticmethod
+    def _stops_early(request: Any, params: Mapping[str, Any]) -> bool:
+        """Return whether an item does not begin right after its prompt, or a stop string is looked for in its space."""
+        return bool(getattr(request, "require_reasoning", False) or params.get("stop") or params.get("stop_regex"))
 
     def encode(self, prompt: str) -> list[int]:
         """Return a prompt's tokens, as SGLang encodes it. Safe for threads, which SGLang's own tokenizer is not."""

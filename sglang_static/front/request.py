@@ -179,11 +179,6 @@ def prompts_of(request: Any) -> list[Prompt]:
     return [prompts] if alone else list(prompts or [()])
 
 
-def ends_in_space(request: Any) -> bool:
-    """Return whether a prompt of a `GenerateReqInput` is a text that ends in a space."""
-    return any(isinstance(prompt, str) and prompt.endswith(" ") for prompt in prompts_of(request))
-
-
 def take_space(request: Any, at: int) -> None:
     """Take the space back at which a prompt ends, by its place among those of a `GenerateReqInput`."""
     if isinstance(request.text, str):

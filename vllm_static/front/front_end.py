@@ -16,7 +16,7 @@ from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import ModelLimits, StaticConfig, Words
 from itemset.serving.front.answer_fields import Expected, ExpectedItems
 from itemset.serving.front.front_end import FrontEndBase, ListJob
-from itemset.serving.front.healing import HEALED
+from itemset.serving.front.healing import HEALED, ends_in_space, unhealed
 from itemset.serving.front.http_bodies import body
 from itemset.serving.front.list_runner import Lists
 from itemset.serving.front.request import ItemRequest, Thought
@@ -66,7 +66,7 @@ class FrontEnd(FrontEndBase):
         self.v2, self._logprobs_mode = bool(vllm_config.use_v2_model_runner), str(model.logprobs_mode)
         on_device, speculative = compat.on_device_path(vllm_config), vllm_config.speculative_config
         reason = None if on_device else str(config.why_on_host(compat.why_host_path(vllm_config)))
-        self._begin("Structured output backend", reason)
+        self._begin("Structured output backend", reason, here=compat.answers_here_at_once(vllm_config))
         if self.host_path and speculative is not None:
             logger.warning(
                 "On the host path no draft of %s is forced or masked: those of requests with an item set are cut where "
@@ -75,12 +75,27 @@ class FrontEnd(FrontEndBase):
             )
 
     def healed_prompt(self, asked: ItemRequest, prompt: Any) -> tuple[ItemRequest, Any]:
-        """Do `healed`, and take the space back. prompt: as vLLM has rendered it; one of token ids has no text."""
-        asked = self.healed(asked, prompt.get("prompt") if isinstance(prompt, dict) else None)
-        tokens = prompt.get("prompt_token_ids") if asked.escape == HEALED else None
-        if tokens and tokens[-1] == self.healing.space:
-            prompt = {**prompt, "prompt_token_ids": tokens[:-1]}
-        return asked, prompt
+        """Do `healed`, and take the space back. prompt: as vLLM has rendered it."""
+        if (text := self._ended(prompt)) is None:
+            return unhealed(asked), prompt
+        asked = asked if asked.escape == HEALED else self.healed(asked, text)
+        return asked, _shorter(prompt) if asked.escape == HEALED else prompt
+
+    async def healed_prompt_beside(self, asked: ItemRequest, prompt: Any) -> tuple[ItemRequest, Any]:
+        """Do `healed_prompt` beside the event loop."""
+        if (text := self._ended(prompt)) is None:
+            return unhealed(asked), prompt
+        asked = asked if asked.escape == HEALED else await self.healed_beside(asked, text)
+        return asked, _shorter(prompt) if asked.escape == HEALED else prompt
+
+    def _ended(self, prompt: Any) -> str | None:
+        """Return the text of a prompt whose last token is a space; None of others, and if the client sent token ids."""
+        given = getattr(body().request, "prompt", None)
+        if not isinstance(prompt, dict) or (isinstance(given, list) and not any(map(ends_in_space, given))):
+            return None
+        text, tokens = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        ended = tokens and ends_in_space(text) and tokens[-1] == self.healing.space
+        return text if ended and "prompt_embeds" not in prompt else None
 
     def attach(
         self, asked: ItemRequest, params: SamplingParams, prompt_tokens: int
@@ -161,6 +176,11 @@ class FrontEnd(FrontEndBase):
             seats, shorter = self.vllm_config.scheduler_config.max_num_seqs, compat.shorter_passes(self.vllm_config)
             self._lists = Lists(seats, lambda: compat.unfinished(client), logger.warning, shorter=shorter)
         return self._lists
+
+
+def _shorter(prompt: dict[str, Any]) -> dict[str, Any]:
+    """Return a rendered prompt without its last token."""
+    return {**prompt, "prompt_token_ids": prompt["prompt_token_ids"][:-1]}
 
 
 def follow(client: Any) -> None:

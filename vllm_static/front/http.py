@@ -8,6 +8,7 @@ from itemset.embedded.rewrite import mentions
 from itemset.errors import shown
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.front import http_bodies, lost_fields, request_fields
+from itemset.serving.front.healing import ends_in_space
 from itemset.serving.front.lost_fields import constraints_of, disguised, holds_sets, refuse_loose_tools, refuse_lost
 from itemset.serving.front.model_names import take_set
 from itemset.serving.front.request import DRAWING, ItemRequest, wants_draws, with_beams
@@ -116,8 +117,11 @@ async def make_sets(front_end: Any) -> None:
     too late to refuse one. Raises as `FrontEndBase.prepare` does."""
     body = http_bodies.body()
     if body.judged is not None:
-        healed = front_end.healed(body.judged, getattr(body.request, "prompt", None))
-        body.judged = await front_end.prepare(healed)
+        given = _declared(body.request, "prompt")
+        for prompt in [*filter(ends_in_space, given if isinstance(given, list) else [given])][:1]:
+            healed = await front_end.healed_beside(body.judged, prompt)
+            body.judged = healed if prompt is given else body.judged  # of a list, each prompt sees to itself
+        body.judged = await front_end.prepare(body.judged)
     for stated in body.stated if getattr(body.request, "stream", False) else ():
         await front_end.constraints.prepare(*stated)
 

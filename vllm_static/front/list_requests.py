@@ -239,8 +239,9 @@ def candidates(
 ) -> list[RequestOutput]:
     """Return what `LLM.generate` answers to requests for lists or draws, of prompts that vLLM has tokenized."""
     tokenizer, front_end = llm.get_tokenizer(), llm.llm_engine.input_processor.static_front_end
-    asked, inputs = zip(*map(front_end.healed_prompt, asked, inputs), strict=True)
-    pinned = [front_end.pinned(one, _tokens_of(prompt)) for one, prompt in zip(asked, inputs, strict=True)]
+    healed = [front_end.healed_prompt(*one) for one in zip(asked, inputs, strict=True)]
+    inputs = [prompt for _, prompt in healed]
+    pinned = [front_end.pinned(one, _tokens_of(prompt)) for one, prompt in healed]
     lists = [RankedList(front_end, *each) for each in zip(pinned, inputs, loras, priorities, strict=True)]
     made, logs = _results(llm, front_end, lists)
     # All that is written out goes through the tokenizer together, and through its set.
@@ -341,7 +342,7 @@ async def online(asked: ItemRequest, client: Any, prompt: Any, request_id: str, 
     """
     tokenizer = client.renderer.get_tokenizer()
     front_end = client.input_processor.static_front_end
-    asked, prompt = front_end.healed_prompt(asked, prompt)
+    asked, prompt = await front_end.healed_prompt_beside(asked, prompt)
     asked = await front_end.prepare(asked, _tokens_of(prompt))
     body().begin(thinks=False)
     made = RankedList(front_end, asked, prompt)

@@ -5,7 +5,6 @@ import copy
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import aclosing
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from itemset.errors import ItemSetError
@@ -66,7 +65,8 @@ def _process_inputs(original: Callable[..., Any], self: Any, prompt: Any, params
                 flags = "--structured-outputs-config.backend static and --item-set"
                 raise ItemSetError(f"this engine has no item sets: start it with {flags}")
             if front_end and (judged := requests.asked(params)) is not None:
-                judged, prompt = front_end.healed_prompt(judged, prompt)
+                if judged.made is None:
+                    judged, prompt = front_end.healed_prompt(judged, prompt)
                 params = requests.put(params, item_request := front_end.pinned(judged))
     if item_request is None:
         return original(params=params)
@@ -102,23 +102,23 @@ def _generate(
         params = http.with_item_set(sampling_params)
         if (item_request := requests.asked(params)) is None:
             return original(sampling_params=params)
-    front_end = self.input_processor.static_front_end
-    item_request, prompt = front_end.healed_prompt(item_request, prompt)
-    tokens = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt if isinstance(prompt, str) else None
-    prepare, generate = partial(front_end.prepare, item_request, tokens), partial(original, prompt=prompt)
-    return _prepared(generate, self, prepare, copy.copy(params), answers.noting(), **options)
+    return _prepared(original, self, item_request, prompt, copy.copy(params), answers.noting(), **options)
 
 
 async def _prepared(
-    original: Callable[..., Any], client: Any, prepare: Any, params: Any, note: Callable[..., Any], **options: Any
-) -> Any:
+    original: Callable[..., Any], client: Any, asked: Any, prompt: Any, params: Any, note: Callable[..., Any],
+    **options: Any,
+) -> Any:  # fmt: skip
     """Yield a request's answers, once its set is made. options: of the request, for a list after its thought."""
     front_ends.follow(client)  # without a server nobody has begun to
+    front_end = client.input_processor.static_front_end
     with refusals(params):
-        params = requests.put(params, await prepare())
+        asked, prompt = await front_end.healed_prompt_beside(asked, prompt)
+        words = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt
+        params = requests.put(params, await front_end.prepare(asked, words if isinstance(words, list | str) else None))
     told: dict[int, Any] = {}
     setattr(params, answers.TOLD, told)
-    async with aclosing(original(sampling_params=params)) as results:
+    async with aclosing(original(sampling_params=params, prompt=prompt)) as results:
         async for result in results:
             with refusals(params):
                 await list_requests.with_list(client, result, told, **options)

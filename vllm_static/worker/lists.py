@@ -185,9 +185,9 @@ class WideLists:
         kinds = dict[Any, list[Asked]]()
         for one in lists:
             kinds.setdefault(one.kind, []).append(one)
-        for alike in kinds.values():
+        for kind in sorted(kinds, key=repr):  # in an order that does not depend on which step has brought them
             group: list[Asked] = []
-            for one in alike:
+            for one in kinds[kind]:
                 if group and not self._fit([*group, one]):
                     yield group
                     group = []

@@ -115,13 +115,14 @@ class Checks:
 
     async def prepare(self, asked: ItemRequest, prompt: Prompt | None = None) -> InlineSet:
         """Do `made` beside the event loop, of which it takes a millisecond. Encoding stops if nobody waits for it."""
-        has_form = asked.choice is not None or self._forms.has(self._of(asked), asked.escape)
-        threads = self._prompts if PROMPT in asked.selection else self._threads if has_form else self._making
-        run: Any = partial(asyncio.get_running_loop().run_in_executor, threads)
+        loop = asyncio.get_running_loop()
+        if asked.choice is None and not self._forms.has(self._of(asked), asked.escape):
+            await loop.run_in_executor(self._making, self._forms.reference, self._of(asked), asked.escape)
+        run: Any = partial(loop.run_in_executor, self._prompts if PROMPT in asked.selection else self._threads)
         if asked.choice is not None:
             made = await self._inline.prepare(asked.choice, asked.escape)
             return await run(self._selections.tempered, made, asked) if asked.temperature > 1 else made
-        return await run(self.made, asked, prompt) if asked.chooses or not has_form else self.made(asked)
+        return await run(self.made, asked, prompt) if asked.chooses else self.made(asked)
 
     def request(
         self, made: InlineSet, *, prompt_tokens: int, min_tokens: int, stop_tokens: Collection[int], after: int = 0

@@ -40,6 +40,7 @@ class Forms:
         self._catalogue, self._config, self._tokenizer, self._log = catalogue, config, tokenizer, log
         self._known: dict[tuple[str, Escape], str] = {}  # by reference and place: the form's reference
         self._locks: dict[tuple[str, Escape], threading.Lock] = {}
+        self._failed: dict[tuple[str, Escape], ItemSetError] = {}
 
     def has(self, of: str, escape: Escape | None) -> bool:
         """Return whether `reference` returns at once."""
@@ -55,27 +56,35 @@ class Forms:
         if escape is None:
             return of
         with self._locks.setdefault((of, escape), threading.Lock()):
+            if (of, escape) in self._failed:
+                raise self._failed[of, escape]
             if (known := self._known.get((of, escape))) is not None:
                 with suppress(RefusedError):  # it was closed since, and its copy has gone
                     _ = self._catalogue[known]
                     return known
-            known = self._made(of, escape)
+            try:
+                known = self._made(of, escape)
+            except ItemSetError as error:
+                if escape == "space":  # without it, requests are served all the same: it is tried once
+                    self._failed[of, escape] = error
+                raise
             form = self._catalogue[known]
             _ = form.token_ids, form.attributes  # read once: no event loop should wait for it
             open_now = {one.reference for one in self._catalogue.serving.values()}
             for key in [key for key in list(self._known) if key[0] not in open_now]:  # others may add meanwhile
                 self._known.pop(key, None)
                 self._locks.pop(key, None)
+                self._failed.pop(key, None)
             self._known[of, escape] = known
             return known
 
     def _made(self, of: str, escape: Escape) -> str:
         item_set, (version, name) = self._catalogue[of], version_of(of)
+        if escape == "space" and (item_set.tokenizer is None or item_set.prefix):
+            raise RefusedError("item set inside", f"the text before an item of {name!r} {NO_SPACE}")
         numbers = self._to_respell(item_set, escape)
         if not len(numbers):
             return of
-        if escape == "space" and (item_set.tokenizer is None or item_set.prefix):
-            raise RefusedError("item set inside", f"the text before an item of {name!r} {NO_SPACE}")
         if item_set.tokenizer is None:
             text = decoded(item_set.items_at(numbers[:1]), self._tokenizer)[0]
             raise RefusedError(
@@ -105,8 +114,8 @@ class Forms:
         """Return the numbers of the items that may have other tokens in such a place."""
         if item_set.escape == escape:
             return np.zeros(0, np.int64)
-        if escape == "space":  # SentencePiece puts the space before each text already
-            return np.arange(len(item_set) if self._continues else 0)
+        if escape == "space":  # SentencePiece puts one before a text of its own already
+            return np.arange(len(item_set) if self._continues or item_set.escape is not None else 0)
         if item_set.escape is None and item_set.tokenizer is not None and not self._continues:
             return np.arange(len(item_set))
         if "json" not in (item_set.escape, escape):

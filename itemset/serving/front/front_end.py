@@ -47,7 +47,8 @@ class FrontEndBase:
     drafting: Callable[[InlineSet, ListOptions], Tokens] | None = None
     words: ClassVar[Words]  # the engine's, as is the next
     log: ClassVar[logging.Logger]
-    host_path: bool  # whether masks are made on the host; set by `_begin`
+    heals: bool  # whether prompts are healed; set by `_begin`, as is the next
+    host_path: bool  # whether masks are made on the host
 
     def __init__(
         self, config: StaticConfig, tokenizer: Any, limits: ModelLimits, vocabulary: Callable[[], Vocabulary],
@@ -61,8 +62,10 @@ class FrontEndBase:
         self.constraints = Constraints(self.checks, vocabulary, options=json_options, validate=self.validate)
         self.healing = Healing(self.checks.catalogue, tokenizer)
 
-    def _begin(self, backend: str, why_on_host: str | None) -> None:
-        """Note and log where masks are made. backend: the engine's word for it. why_on_host: see `StaticConfig`."""
+    def _begin(self, backend: str, why_on_host: str | None, *, here: bool) -> None:
+        """Note and log where masks are made. backend: the engine's word for it. why_on_host: see `StaticConfig`. here:
+        whether all processes of the engine are on this machine, where forms of sets lie."""
+        self.heals = self.config.item_set_token_healing and here
         self.host_path = why_on_host is not None
         path = f"host path: {why_on_host}" if self.host_path else "device path, masks inside the sampler"
         sets = ", ".join(f"{name} ({len(one):,} items)" for name, one in self.checks.catalogue.registered.items())
@@ -83,11 +86,24 @@ class FrontEndBase:
         self.follower = Follower(self.checks, self.config, send, path=path, log=self.log, by_rounds=by_rounds)
         return self.follower
 
-    def healed(self, asked: ItemRequest, prompt: Any) -> ItemRequest:
-        """Return the request, HEALED if a space at the end of its prompt is its items' (`healing`). prompt: a text, or
-        what the client sent in place of one."""
-        heals = isinstance(prompt, str) and self.config.item_set_token_healing and self.drafting is None
-        return self.healing.healed(asked, prompt) if heals else asked
+    def healed(self, asked: ItemRequest, prompt: str) -> ItemRequest:
+        """Return the request with its set, HEALED if the space at the end of its prompt is its items' (`healing`); as
+        it was if it is not, or they cannot be spelt so."""
+        if not self.heals or self.drafting is not None or (healed := self.healing.healed(asked, prompt)) is asked:
+            return asked
+        try:
+            return self.pinned(healed, prompt) or asked
+        except ItemSetError:
+            return asked
+
+    async def healed_beside(self, asked: ItemRequest, prompt: str) -> ItemRequest:
+        """Do `healed` beside the event loop."""
+        if not self.heals or self.drafting is not None or (healed := self.healing.healed(asked, prompt)) is asked:
+            return asked
+        try:
+            return await self.prepare(healed, prompt) or asked
+        except ItemSetError:
+            return asked
 
     def pinned(self, asked: ItemRequest, prompt: Prompt | None = None) -> ItemRequest | None:
         """Return the request with its set or constraint, whatever version is served later; None if no set stands in it.

@@ -141,12 +141,14 @@ async def while_connected(work: Awaitable[Result], request: Any) -> Result:
         task.cancel()
 
 
-async def judged(hook: Hooks, parse: Callable[[], Awaitable[Any]], request: Any) -> Any:
-    """Around `Request.json`: return the body, checked when it is parsed. Raises HTTPException 400, the one error that
-    FastAPI lets through here, and counts it."""
+def judged(hook: Hooks, parse: Callable[[], Awaitable[Any]], request: Any) -> Awaitable[Any]:
+    """Around `Request.json`, which parses a body, once a request."""
     middleware: BodyMiddleware | None = request.scope.get(_MIDDLEWARE)
-    if middleware is None or hasattr(request, "_json"):
-        return await parse()
+    return parse() if middleware is None or hasattr(request, "_json") else _checked(hook, middleware, parse, request)
+
+
+async def _checked(hook: Hooks, middleware: BodyMiddleware, parse: Callable[[], Awaitable[Any]], request: Any) -> Any:
+    """Return the parsed body. Raises HTTPException 400, the one error that FastAPI lets through here, and counts it."""
     from fastapi import HTTPException
 
     from itemset.serving.metrics import refusals

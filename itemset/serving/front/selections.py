@@ -22,7 +22,7 @@ from itemset.serving.catalogue import OVERHEAD, Catalogue, InlineSet, RefusedErr
 from itemset.serving.config import StaticConfig, Words
 from itemset.serving.front.request import ItemRequest
 from itemset.serving.front.request_fields import BOOST, BOOST_KEYS, EXCLUDE, FILTER, ONLY, PROMPT, STEERING
-from itemset.serving.wire import VIEW, part_of
+from itemset.serving.wire import FORM, VIEW, part_of
 from itemset.text import decode, decoded
 
 Prompt = str | Sequence[int]  # a text or its tokens; empty if it has neither
@@ -118,6 +118,7 @@ class Chosen:
         if not isinstance(prompt, str) and not len(prompt):
             message = f"{PROMPT} reads a prompt's text or tokens, and embeddings are neither: send keys as {EXCLUDE}"
             raise RefusedError("filter", message, PROMPT)
+        of = part_of(of) if of.startswith(FORM) else of  # whose keys are the same
         whole, tokenizer = self._catalogue[of], self._tokenizer
         if whole.tokenizer is None or np.isin(whole.token_ids, self._codes).all():
             numbers = in_tokens(whole, tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)

@@ -80,8 +80,8 @@ def rank(client: "OpenAI", item_set: Sets, prompt: Prompt, n: int = 10, **option
 @overload
 def rank(client: "AsyncOpenAI", item_set: Sets, prompt: Prompt, n: int = 10, **options: Any) -> Later: ...
 def rank(client: Any, item_set: Sets, prompt: Prompt, n: int = 10, **options: Any) -> Any:
-    """Return the n best items of a set by the model's own probabilities, best first, as a beam of 64 finds them, or of
-    n if that is more: `list[Item]`. `exact=True` proves that there are no better ones.
+    """Return the n best items of a set by the model's own probabilities, best first, as a beam of 64 finds them, with
+    boosts of 128, or of n if that is more: `list[Item]`. `exact=True` proves that there are no better ones.
 
     n: items; fewer if the set has fewer. options: those of a ranked list (`width`, `exact`, `at_most`, `explore`, ...),
     what chooses among the items (`item_filter`, `exclude_keys`, `only_keys`, `exclude_prompt`), what adds to their

@@ -60,7 +60,7 @@ TAG = {
 EBNF = 'root ::= "[" ItemSet("titles") ("; " [x-z])? "]"'
 SPACED = {  # the space before an item belongs to its first token
     "type": "triggered_tags",
-    "triggers": ["see "],
+    "triggers": ["see"],
     "tags": [{"begin": "see ", "content": {"type": "item_set", "item_set": "titles"}, "end": "!"}],
     "at_least_one": True,
     "stop_after_first": True,

@@ -565,10 +565,12 @@ def test_a_space_before_an_item_is_the_items_own() -> None:
     found = marked("ebnf", '# say "x "\nroot ::= ItemSet("films")')
     assert [place.spaced for place in found.holes] == [False]
     tag = {"type": "tag", "begin": "pip install ", "content": OF_TAG, "end": "\n"}
-    form = {"type": "triggered_tags", "triggers": ["pip install "], "tags": [tag]}
+    form = {"type": "triggered_tags", "triggers": ["pip install"], "tags": [tag]}
     found = marked("tag", {"type": "structural_tag", "format": form})
     assert [place.spaced for place in found.holes] == [True]
     assert "pip install " not in found.spec
+    with pytest.raises(ItemSetError, match="triggers: 'pip install ' ends in the space of an item's first token"):
+        marked("tag", {"type": "structural_tag", "format": form | {"triggers": ["pip install "]}})
     assert tag["begin"] == "pip install "  # what is given is left as it was
 
 

@@ -36,12 +36,14 @@ def add_to(command: Command) -> None:
     )
     url = "of the API, to /v1; to /generate: SGLang's own form, beams of its own. May be repeated, to compare servers"
     sub.add_argument("--url", action="append", required=True, help=url)
-    sub.add_argument("--set", metavar="FILE", required=True, help="the index of the set")
+    called = "the index of the set; without --body its name is that of the set at the server"
+    sub.add_argument("--set", metavar="FILE", required=True, help=called)
     add_tokenizer(sub, "the set's tokenizer, which reads the answers", required=True)
     users = 'lines of {"prompt": text or token ids, "truth": [keys], "filter": {...}}; the last two may be missing'
-    sub.add_argument("--users", metavar="FILE", help=users)
+    asked = sub.add_mutually_exclusive_group()
+    asked.add_argument("--users", metavar="FILE", help=users)
     replay = 'lines of {"body": {a whole request}, "answer": [{"key": ..., "score": ...}]}; the answer may be missing'
-    sub.add_argument("--replay", metavar="FILE", help=replay)
+    asked.add_argument("--replay", metavar="FILE", help=replay)
     sub.add_argument("--answers", metavar="FILE", help="write the first way's requests and answers there, for --replay")
     sub.add_argument("-k", metavar="K", type=positive, default=10, help="items in a list (default: 10)")
     body = "what a request says beside prompt, n and max_tokens; may be repeated (default: a ranked list of the set)"
@@ -75,7 +77,7 @@ def bench(args: argparse.Namespace) -> None:
             print(f"a truth is not in the set: {error}", file=sys.stderr)
     fixed = {"model": args.model, "n": args.k, "max_tokens": item_set.longest + 1}
     filters = [False, True] if not args.replay and any("filter" in user for user in users) else [False]
-    before: dict[bool, list[Answer]] = {}  # what lists are compared with, filtered or not
+    log, before = list[Row](), dict[bool, list[Answer]]()  # what lists are compared with, filtered or not
     if any("answer" in user for user in users):
         before[False] = [[(one["key"], one.get("score")) for one in user.get("answer", ())] for user in users]
     for url, (label, body), filtered, concurrency in product(args.url, bodies, filters, args.concurrency):
@@ -91,15 +93,17 @@ def bench(args: argparse.Namespace) -> None:
         asked = users if filtered or args.replay else [{**user, "filter": {}} for user in users]
         answers = _keyed(item_set, tokenizer, asked, lists)
         row |= shares(asked, answers) | changes(before.setdefault(filtered, answers), answers)
-        if not rows and args.answers:
-            said = ({"body": _said(fixed | body, False, user)} for user in users)
-            told = ({"answer": [{"key": key, "score": score} for key, score in answer]} for answer in answers)
-            lines = (json.dumps(one | other) + "\n" for one, other in zip(said, told, strict=True))
-            Path(args.answers).write_text("".join(lines))
+        if (url, label, concurrency) == (args.url[0], bodies[0][0], args.concurrency[0]):
+            log += [
+                {"body": _said(fixed | body, filtered, user), "truth": user.get("truth"), "answer": _told(answer)}
+                for user, answer in zip(users, answers, strict=True)
+            ]
         rows.append(row)
         if len(rows) == 1:
             print("  ".join(f"{name:>14}" for name in row))
         print("  ".join(f"{f'{x:.3f}' if isinstance(x, float) else x!s:>14}" for x in row.values()), flush=True)
+    if args.answers:
+        Path(args.answers).write_text("".join(json.dumps(line) + "\n" for line in log))
     if args.json:
         Path(args.json).write_text(json.dumps({"url": args.url, "set": args.set, "users": len(users), "rows": rows}))
 
@@ -110,7 +114,11 @@ def _users(args: argparse.Namespace) -> list[Row]:
     if args.replay:
         form = '{"body": {"prompt": "..."}, "answer": [{"key": 1, "score": -2.5}]}'
     users: list[Row] = []
-    for number, line in enumerate(Path(file).read_text().splitlines() if file else (), 1):
+    try:
+        lines = Path(file).read_text().splitlines() if file else []
+    except OSError as error:
+        raise ItemSetError(f"{file} cannot be read: {error.strerror}: write its lines as {form}") from error
+    for number, line in enumerate(lines, 1):
         try:
             user = dict(json.loads(line))
             said = user["body"] if args.replay else user
@@ -121,6 +129,10 @@ def _users(args: argparse.Namespace) -> list[Row]:
             raise ItemSetError(f"{file}, line {number}: write {form}") from error
     users = users or [{"prompt": "For instance: "}] * 32
     return list(islice(cycle(users), args.requests or len(users)))
+
+
+def _told(answer: Answer) -> list[Row]:
+    return [{"key": key, "score": score} for key, score in answer]
 
 
 def _said(body: Row, filtered: bool, user: Row) -> Row:

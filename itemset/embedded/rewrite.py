@@ -254,9 +254,13 @@ class Marker:
             else:
                 out[key] = self._tag(value, f"{path}.{key}", "".join(end[:1] for end in ends))
         if isinstance(triggers := node.get("triggers"), list) and isinstance(node.get("tags"), list):
-            tags = [pair for pair in zip(node["tags"], out["tags"], strict=True) if isinstance(pair[0], dict)]
-            spaced = {one.get("begin") for one, own in tags if own.get("begin") != one.get("begin")}
-            out["triggers"] = [text[:-1] if isinstance(text, str) and text in spaced else text for text in triggers]
+            begun = [one["begin"] for one in out["tags"] if isinstance(one, dict) and isinstance(one.get("begin"), str)]
+            for text in triggers:  # without its space it would stand in other words, too: nobody has asked for that
+                if isinstance(text, str) and text.endswith(" ") and text[:-1] in begun:
+                    raise ItemSetError(
+                        f"{path}.triggers: {shown(text)} ends in the space of an item's first token: leave the space "
+                        f"out, which then triggers inside longer words as well, or begin with a mark such as <item>"
+                    )
         return out
 
     # Grammars

@@ -29,7 +29,7 @@ from sglang_static.front.request import (
     in_place,
     names_sets,
     prompts_of,
-    take_space,
+    take_spaces,
     wants_list,
 )
 
@@ -101,7 +101,8 @@ class FrontEnd(FrontEndBase):
                 "each prompt its set, or send those without one in a request of their own",
             )
         made: dict[tuple[int, float, Any], Any] = {}  # by the identity of its list, which prompts may share
-        judged = []
+        judged, texts = [], prompts_of(request) if hasattr(request, "input_ids") else list[Any]()
+        healed, spaced = set[int](), any(map(ends_in_space, texts))
         for i, (params, one) in enumerate(zip(each, requests, strict=True)):
             if one is None:
                 judged.append(params)
@@ -117,20 +118,24 @@ class FrontEnd(FrontEndBase):
             if one.choice is not None and one.made is None:
                 one = replace(one, made=made.get((id(one.choice), one.temperature, one.escape)))
             waits = one.chooses or (one.choice is not None and one.made is None)
-            prompts: list[Any] = prompts_of(request) if hasattr(request, "input_ids") else []
-            heals = any(map(ends_in_space, prompts)) and not self._stops_early(request, with_defaults[i])
-            prompts = prompts if prompts and (PROMPT in one.selection or heals) else [None] * len(each)
-            for at, prompt in [*enumerate(prompts)][i : i + 1] if isinstance(given, list) else enumerate(prompts):
-                asks = one
-                if heals and ends_in_space(prompt):
-                    asks = await while_connected(self.healed_beside(one, prompt), http_request)
-                    if asks.escape == HEALED:
-                        take_space(request, at)
+            heals = spaced and not self._stops_early(request, with_defaults[i])
+            known = bool(texts) and (PROMPT in one.selection or heals)
+            for at in [i] if isinstance(given, list) or not known else range(len(texts)):
+                asks, prompt = one, texts[at] if known else None
+                if heals and isinstance(prompt, str) and ends_in_space(prompt):
+                    was = one.choice and made.get((id(one.choice), one.temperature, HEALED))
+                    if was:
+                        asks = replace(one, escape=HEALED, made=was)
+                    else:
+                        asks = await while_connected(self.healed_beside(one, prompt), http_request)
+                    healed |= {at} if asks.escape == HEALED else set()
                 beside = self.prepare(asks, prompt) if waits and asks.made is None else None
                 pinned = self.pinned(asks) if beside is None else await while_connected(beside, http_request)
                 assert pinned is not None
                 made[id(one.choice), one.temperature, asks.escape] = pinned.made
                 judged.append(in_place(params or {}, pinned))
+        if healed:
+            take_spaces(request, healed)
         request.sampling_params = judged if isinstance(given, list) or len(judged) > 1 else judged[0]
         return ranked
 

@@ -1,7 +1,7 @@
 """Where SGLang keeps what a request asks of item sets: an ItemRequest at `sampling_params["item_set"]`, once judged."""
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from numbers import Integral
 from typing import Any
 
@@ -179,12 +179,11 @@ def prompts_of(request: Any) -> list[Prompt]:
     return [prompts] if alone else list(prompts or [()])
 
 
-def take_space(request: Any, at: int) -> None:
-    """Take the space back at which a prompt ends, by its place among those of a `GenerateReqInput`."""
-    if isinstance(request.text, str):
-        request.text = request.text[:-1]
-    else:
-        request.text = [text[:-1] if i == at else text for i, text in enumerate(request.text)]
+def take_spaces(request: Any, places: Collection[int]) -> None:
+    """Take the spaces back at which some prompts of a `GenerateReqInput` end, by their places."""
+    texts = request.text
+    alone = isinstance(texts, str)
+    request.text = texts[:-1] if alone else [text[:-1] if i in places else text for i, text in enumerate(texts)]
 
 
 def _are(kind: Any, values: Any) -> bool:

@@ -91,7 +91,8 @@ class FrontEnd(FrontEndBase):
     def _ended(self, prompt: Any) -> str | None:
         """Return the text of a prompt whose last token is a space; None of others, and if the client sent token ids."""
         given = getattr(body().request, "prompt", None)
-        if not isinstance(prompt, dict) or (isinstance(given, list) and not any(map(ends_in_space, given))):
+        sent_ids = isinstance(given, list) and not isinstance([*given[:1], ""][0], str)
+        if not isinstance(prompt, dict) or sent_ids:
             return None
         text, tokens = prompt.get("prompt"), prompt.get("prompt_token_ids")
         ended = tokens and ends_in_space(text) and tokens[-1] == self.healing.space

@@ -235,7 +235,7 @@ class Tally:
         (name,) = draw.choices(self.kinds, [KINDS[name].share for name in self.kinds])
         kind = KINDS[name]
         body, check = kind.make(draw, self.films)
-        prompt = f"{number % 97}: a film for {draw.choice(WORDS)} evenings: "
+        prompt = f"{number % 97}: a film for {draw.choice(WORDS)} evenings:"
         sent = {"model": given.model_name or given.model, "prompt": prompt, "max_tokens": 100, "seed": number} | body
         output, counts = RequestFuncOutput(prompt_len=given.prompt_len, success=True), self.counts[name]
         output.start_time = started = time.perf_counter()

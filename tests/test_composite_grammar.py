@@ -571,7 +571,7 @@ def test_a_space_before_an_item_is_the_items_own() -> None:
     assert "pip install " not in found.spec
     with pytest.raises(ItemSetError, match="triggers: 'pip install ' ends in the space of an item's first token"):
         marked("tag", {"type": "structural_tag", "format": form | {"triggers": ["pip install "]}})
-    assert tag["begin"] == "pip install "  # what is given is left as it was
+    assert tag["begin"] == "pip install "  # the caller's object is not changed
 
 
 class Counting(Vocabulary):

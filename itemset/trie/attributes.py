@@ -48,7 +48,8 @@ _CALLED = (
 def as_attributes(given: Any, rows: int) -> pa.Table:
     """Return a table of the types that are stored, before texts become numbers. given: a table, or columns by name.
 
-    Raises ItemSetError: no table of so many rows, a name that is empty, double or begins with $, an unknown type.
+    Raises ItemSetError: no table, one with another number of rows, a name that is empty, double or begins with $, an
+    unknown type.
     """
     table = _table(given)
     if len(table) != rows:

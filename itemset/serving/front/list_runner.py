@@ -144,7 +144,7 @@ class OneRequest:
         label = reason.value
         if reason.scope == "engine":
             self._note(label := result.detail or label)
-        elif reason.scope == "set":  # never with so many beams
+        elif reason.scope == "set":  # it never makes one of this width
             if len(self._of) >= _KEPT:
                 self._of.clear()
                 self._room.clear()

@@ -130,7 +130,7 @@ def _folded(key: str) -> str:
 
 
 def _near(given: str, word: str, edits: int) -> bool:
-    """Return whether so many insertions, deletions and substitutions lead from one to the other."""
+    """Return whether two words are at most that many insertions, deletions and substitutions apart."""
     if not given or not word or abs(len(given) - len(word)) > edits:
         return len(given) + len(word) <= edits
     if given[0] == word[0]:

@@ -95,7 +95,11 @@ def bench(args: argparse.Namespace) -> None:
         row |= shares(asked, answers) | changes(before.setdefault(filtered, answers), answers)
         if (url, label, concurrency) == (args.url[0], bodies[0][0], args.concurrency[0]):
             log += [
-                {"body": _said(fixed | body, filtered, user), "truth": user.get("truth"), "answer": _told(answer)}
+                {
+                    "body": _said(fixed | body, filtered, user),
+                    "truth": user.get("truth"),
+                    "answer": [{"key": key, "score": score} for key, score in answer],
+                }
                 for user, answer in zip(users, answers, strict=True)
             ]
         rows.append(row)
@@ -129,10 +133,6 @@ def _users(args: argparse.Namespace) -> list[Row]:
             raise ItemSetError(f"{file}, line {number}: write {form}") from error
     users = users or [{"prompt": "For instance: "}] * 32
     return list(islice(cycle(users), args.requests or len(users)))
-
-
-def _told(answer: Answer) -> list[Row]:
-    return [{"key": key, "score": score} for key, score in answer]
 
 
 def _said(body: Row, filtered: bool, user: Row) -> Row:
@@ -197,16 +197,16 @@ def shares(users: list[Row], answers: Sequence[Answer]) -> Row:
     that stand in their list for the first time; of lists with a truth `recall`, the share of its keys that are in the
     list, `hit`, the share of lists with one of them, and `ndcg`.
     """
-    keys = [[key for key, _ in answer if key is not None] for answer in answers]
     places = [[key for key, _ in answer] for answer in answers]
+    keys = [[key for key in one if key is not None] for one in places]
     legal = sum(map(len, keys))
     row: Row = {"legal": legal / max(1, sum(map(len, answers)))}
     row["distinct"] = sum(len({*one}) for one in keys) / max(1, legal)
     true = [(set(user["truth"]), one) for user, one in zip(users, places, strict=True) if user.get("truth")]
     if true:
-        row["recall"] = float(np.mean([len(truth & {*one}) / len(truth) for truth, one in true]))
-        row["hit"] = float(np.mean([not truth.isdisjoint(one) for truth, one in true]))
-        row["ndcg"] = float(np.mean([_gain(truth, one) for truth, one in true]))
+        row["recall"] = fmean(len(truth & {*one}) / len(truth) for truth, one in true)
+        row["hit"] = fmean(not truth.isdisjoint(one) for truth, one in true)
+        row["ndcg"] = fmean(_gain(truth, one) for truth, one in true)
     return row
 
 

@@ -244,15 +244,14 @@ class Marker:
         if own_space and (node["content"].get("type") != WORD or begin == " "):
             raise ItemSetError(f"{path}.begin {NO_SPACE}")
         for key, value in node.items():
-            if own_space and key == "content":
-                out[key] = self._tag(value, f"{path}.content", "".join(end[:1] for end in ends))
-                self._places[-1] = replace(self._places[-1], spaced=True)
-            elif own_space and key == "begin":
-                out[key] = value[:-1]
-            elif key in ("json_schema", "schema"):  # the latter of the older form
+            if key in ("json_schema", "schema"):  # the latter of the older form
                 out[key] = self._whole_schema(value, f"{path}.{key}")
             else:
                 out[key] = self._tag(value, f"{path}.{key}", "".join(end[:1] for end in ends))
+            if own_space and key == "content":
+                self._places[-1] = replace(self._places[-1], spaced=True)
+        if own_space:
+            out["begin"] = node["begin"][:-1]
         if isinstance(triggers := node.get("triggers"), list) and isinstance(node.get("tags"), list):
             begun = [one["begin"] for one in out["tags"] if isinstance(one, dict) and isinstance(one.get("begin"), str)]
             for text in triggers:  # without its space it would stand in other words, too: nobody has asked for that

@@ -91,7 +91,7 @@ class FrontEnd(FrontEndBase):
     def _ended(self, prompt: Any) -> str | None:
         """Return the text of a prompt whose last token is a space; None of others, and if the client sent token ids."""
         given = getattr(body().request, "prompt", None)
-        sent_ids = isinstance(given, list) and not isinstance([*given[:1], ""][0], str)
+        sent_ids = isinstance(given, list) and bool(given) and not isinstance(given[0], str)
         if not isinstance(prompt, dict) or sent_ids:
             return None
         text, tokens = prompt.get("prompt"), prompt.get("prompt_token_ids")

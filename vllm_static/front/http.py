@@ -118,9 +118,10 @@ async def make_sets(front_end: Any) -> None:
     body = http_bodies.body()
     if body.judged is not None:
         given = _declared(body.request, "prompt")
-        for prompt in [*filter(ends_in_space, given if isinstance(given, list) else [given])][:1]:
+        prompt = next(filter(ends_in_space, given if isinstance(given, list) else [given]), None)
+        if prompt is not None:
             healed = await front_end.healed_beside(body.judged, prompt)
-            body.judged = healed if prompt is given else body.judged  # of a list, each prompt sees to itself
+            body.judged = healed if prompt is given else body.judged  # each prompt of a list is healed by itself
         body.judged = await front_end.prepare(body.judged)
     for stated in body.stated if getattr(body.request, "stream", False) else ():
         await front_end.constraints.prepare(*stated)

@@ -38,14 +38,14 @@ class Forms:
 
     def __init__(self, catalogue: Catalogue, config: StaticConfig, tokenizer: Any, log: logging.Logger) -> None:
         self._catalogue, self._config, self._tokenizer, self._log = catalogue, config, tokenizer, log
-        self._known: dict[tuple[str, Escape], str] = {}  # by reference and place: the form's reference
+        # By reference and place: the form's reference, or why there is none.
+        self._known: dict[tuple[str, Escape], str | ItemSetError] = {}
         self._locks: dict[tuple[str, Escape], threading.Lock] = {}
-        self._failed: dict[tuple[str, Escape], ItemSetError] = {}
 
     def has(self, of: str, escape: Escape | None) -> bool:
         """Return whether `reference` returns at once."""
         known = None if escape is None else self._known.get((of, escape))
-        return escape is None or (known is not None and self._catalogue.known(known) is not None)
+        return escape is None or (isinstance(known, str) and self._catalogue.known(known) is not None)
 
     def reference(self, of: str, escape: Escape | None) -> str:
         """Return the reference of a set's form, or of the set itself if it has all of its tokens there.
@@ -56,9 +56,9 @@ class Forms:
         if escape is None:
             return of
         with self._locks.setdefault((of, escape), threading.Lock()):
-            if (of, escape) in self._failed:
-                raise self._failed[of, escape]
-            if (known := self._known.get((of, escape))) is not None:
+            if isinstance(known := self._known.get((of, escape)), ItemSetError):
+                raise known.with_traceback(None)  # which would grow each time
+            if known is not None:
                 with suppress(RefusedError):  # it was closed since, and its copy has gone
                     _ = self._catalogue[known]
                     return known
@@ -66,7 +66,7 @@ class Forms:
                 known = self._made(of, escape)
             except ItemSetError as error:
                 if escape == "space":  # without it, requests are served all the same: it is tried once
-                    self._failed[of, escape] = error
+                    self._known[of, escape] = error
                 raise
             form = self._catalogue[known]
             _ = form.token_ids, form.attributes  # read once: no event loop should wait for it
@@ -74,7 +74,6 @@ class Forms:
             for key in [key for key in list(self._known) if key[0] not in open_now]:  # others may add meanwhile
                 self._known.pop(key, None)
                 self._locks.pop(key, None)
-                self._failed.pop(key, None)
             self._known[of, escape] = known
             return known
 

@@ -47,8 +47,7 @@ class FrontEndBase:
     drafting: Callable[[InlineSet, ListOptions], Tokens] | None = None
     words: ClassVar[Words]  # the engine's, as is the next
     log: ClassVar[logging.Logger]
-    heals: bool  # whether prompts are healed; set by `_begin`, as is the next
-    host_path: bool  # whether masks are made on the host
+    host_path: bool  # whether masks are made on the host; set by `_begin`
 
     def __init__(
         self, config: StaticConfig, tokenizer: Any, limits: ModelLimits, vocabulary: Callable[[], Vocabulary],
@@ -65,7 +64,7 @@ class FrontEndBase:
     def _begin(self, backend: str, why_on_host: str | None, *, here: bool) -> None:
         """Note and log where masks are made. backend: the engine's word for it. why_on_host: see `StaticConfig`. here:
         whether all processes of the engine are on this machine, where forms of sets lie."""
-        self.heals = self.config.item_set_token_healing and here
+        self.healing.on = self.config.item_set_token_healing and here and self.drafting is None
         self.host_path = why_on_host is not None
         path = f"host path: {why_on_host}" if self.host_path else "device path, masks inside the sampler"
         sets = ", ".join(f"{name} ({len(one):,} items)" for name, one in self.checks.catalogue.registered.items())
@@ -89,7 +88,7 @@ class FrontEndBase:
     def healed(self, asked: ItemRequest, prompt: str) -> ItemRequest:
         """Return the request with its set, HEALED if the space at the end of its prompt is its items' (`healing`); as
         it was if it is not, or they cannot be spelt so."""
-        if not self.heals or self.drafting is not None or (healed := self.healing.healed(asked, prompt)) is asked:
+        if (healed := self.healing.healed(asked, prompt)) is asked:
             return asked
         try:
             return self.pinned(healed, prompt) or asked
@@ -98,7 +97,7 @@ class FrontEndBase:
 
     async def healed_beside(self, asked: ItemRequest, prompt: str) -> ItemRequest:
         """Do `healed` beside the event loop."""
-        if not self.heals or self.drafting is not None or (healed := self.healing.healed(asked, prompt)) is asked:
+        if (healed := self.healing.healed(asked, prompt)) is asked:
             return asked
         try:
             return await self.prepare(healed, prompt) or asked

@@ -3,7 +3,7 @@ token after which a model has seldom seen a word begin. The prompt's space is ta
 """
 
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Final
 
 import numpy as np
@@ -33,8 +33,8 @@ class Healing:
     """That of one front end. Safe for threads."""
 
     def __init__(self, catalogue: Catalogue, tokenizer: Any) -> None:
-        self._catalogue, self._tokenizer = catalogue, tokenizer
-        self._known: dict[str, bool] = {}  # by a set's reference, whether its items take the space
+        self._catalogue, self._tokenizer, self.on = catalogue, tokenizer, True
+        self._set_takes = lru_cache(_REMEMBERED)(self._takes)
 
     @cached_property
     def space(self) -> int | None:
@@ -48,7 +48,7 @@ class Healing:
         tokens of the set, and sets that are no texts, spelt for other places, larger than MOST or of codes.
         """
         others = asked.constraint or asked.after or asked.weighed or asked.escape
-        if others or not ends_in_space(prompt) or self.space is None:
+        if others or not self.on or not ends_in_space(prompt) or self.space is None:
             return asked
         if asked.choice is not None:
             return replace(asked, escape=HEALED, made=None) if self._choice_takes(asked.choice) else asked
@@ -56,17 +56,13 @@ class Healing:
         if opened is None:
             return asked
         reference = asked.reference or opened.reference  # of one version, whatever is served later
-        if reference not in self._known:
-            if len(self._known) >= _REMEMBERED:
-                self._known.clear()
-            self._known[reference] = self._set_takes(reference)
-        return replace(asked, escape=HEALED, made=None, reference=reference) if self._known[reference] else asked
+        return replace(asked, escape=HEALED, made=None, reference=reference) if self._set_takes(reference) else asked
 
     def _choice_takes(self, choice: Any) -> bool:
         few = choice[:_LOOKED_AT] if isinstance(choice, list) else []
         return self._take([text[:_CHARACTERS] for text in few if isinstance(text, str) and text])
 
-    def _set_takes(self, reference: str) -> bool:
+    def _takes(self, reference: str) -> bool:
         of = self._catalogue[reference]
         if of.tokenizer is None or of.prefix or of.escape or len(of) > MOST:
             return False

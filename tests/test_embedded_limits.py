@@ -22,6 +22,7 @@ from itemset.serving.config import ModelLimits, StaticConfig, Words
 from itemset.serving.constraint import ENVELOPE, SMALL, Constraint
 from itemset.serving.engine.grammars import Grammars
 from itemset.serving.front.admission import Checks
+from itemset.serving.front.beside import at_once
 from itemset.serving.front.embedded_sets import Constraints
 from itemset.serving.front.lost_fields import holds_sets
 
@@ -195,7 +196,7 @@ def test_what_is_kept_of_constraints_has_a_limit_in_characters() -> None:
     kept = sum(len(key) + len(marked.spec) + len(marked.grammar) for key, (marked, *_) in made._marked.items())
     assert 0 < kept <= 8 << 20
     with pytest.raises(RefusedError, match="1,000 places"):
-        made.get(JSON, {"$defs": {"f": INLINE}, **fields(PLACES, {"$ref": "#/$defs/f"})})
+        at_once(made.prepare(JSON, {"$defs": {"f": INLINE}, **fields(PLACES, {"$ref": "#/$defs/f"})}, here=True))
 
 
 def test_an_engine_compiles_large_grammars_apart() -> None:

@@ -127,7 +127,7 @@ class FrontEnd(FrontEndBase):
                     if was:
                         asks = replace(one, escape=HEALED, made=was)
                     else:
-                        asks = await while_connected(self.healed_beside(one, prompt), http_request)
+                        asks = await while_connected(self.healed(one, prompt), http_request)
                     healed |= {at} if asks.escape == HEALED else set()
                 beside = self.prepare(asks, prompt) if waits and asks.made is None else None
                 pinned = self.pinned(asks) if beside is None else await while_connected(beside, http_request)

@@ -74,19 +74,14 @@ class FrontEnd(FrontEndBase):
                 speculative.method,
             )
 
-    def healed_prompt(self, asked: ItemRequest, prompt: Any) -> tuple[ItemRequest, Any]:
+    async def healed_prompt(self, asked: ItemRequest, prompt: Any, *, here: bool = False) -> tuple[ItemRequest, Any]:
         """Do `healed`, and take the space back. prompt: as vLLM has rendered it."""
         if (text := self._ended(prompt)) is None:
             return unhealed(asked), prompt
-        asked = asked if asked.escape == HEALED else self.healed(asked, text)
-        return asked, _shorter(prompt) if asked.escape == HEALED else prompt
-
-    async def healed_prompt_beside(self, asked: ItemRequest, prompt: Any) -> tuple[ItemRequest, Any]:
-        """Do `healed_prompt` beside the event loop."""
-        if (text := self._ended(prompt)) is None:
-            return unhealed(asked), prompt
-        asked = asked if asked.escape == HEALED else await self.healed_beside(asked, text)
-        return asked, _shorter(prompt) if asked.escape == HEALED else prompt
+        asked = asked if asked.escape == HEALED else await self.healed(asked, text, here=here)
+        if asked.escape == HEALED:
+            prompt = {**prompt, "prompt_token_ids": prompt["prompt_token_ids"][:-1]}
+        return asked, prompt
 
     def _ended(self, prompt: Any) -> str | None:
         """Return the text of a prompt whose last token is a space; None of others, and if the client sent token ids."""
@@ -177,11 +172,6 @@ class FrontEnd(FrontEndBase):
             seats, shorter = self.vllm_config.scheduler_config.max_num_seqs, compat.shorter_passes(self.vllm_config)
             self._lists = Lists(seats, lambda: compat.unfinished(client), logger.warning, shorter=shorter)
         return self._lists
-
-
-def _shorter(prompt: dict[str, Any]) -> dict[str, Any]:
-    """Return a rendered prompt without its last token."""
-    return {**prompt, "prompt_token_ids": prompt["prompt_token_ids"][:-1]}
 
 
 def follow(client: Any) -> None:

@@ -120,7 +120,7 @@ async def make_sets(front_end: Any) -> None:
         given = _declared(body.request, "prompt")
         prompt = next(filter(ends_in_space, given if isinstance(given, list) else [given]), None)
         if prompt is not None:
-            healed = await front_end.healed_beside(body.judged, prompt)
+            healed = await front_end.healed(body.judged, prompt)
             body.judged = healed if prompt is given else body.judged  # each prompt of a list is healed by itself
         body.judged = await front_end.prepare(body.judged)
     for stated in body.stated if getattr(body.request, "stream", False) else ():

@@ -19,6 +19,7 @@ from itemset.ranking.scored_tree import Answer, Pass
 from itemset.ranking.search import Found, TokenScores, described
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.front.answer_fields import item_logprobs, told_of
+from itemset.serving.front.beside import at_once
 from itemset.serving.front.healing import HEALED
 from itemset.serving.front.http_bodies import body, no_body
 from itemset.serving.front.list_runner import AbortedError, run_together
@@ -239,7 +240,7 @@ def candidates(
 ) -> list[RequestOutput]:
     """Return what `LLM.generate` answers to requests for lists or draws, of prompts that vLLM has tokenized."""
     tokenizer, front_end = llm.get_tokenizer(), llm.llm_engine.input_processor.static_front_end
-    healed = [front_end.healed_prompt(*one) for one in zip(asked, inputs, strict=True)]
+    healed = [at_once(front_end.healed_prompt(*one, here=True)) for one in zip(asked, inputs, strict=True)]
     inputs = [prompt for _, prompt in healed]
     pinned = [front_end.pinned(one, _tokens_of(prompt)) for one, prompt in healed]
     lists = [RankedList(front_end, *each) for each in zip(pinned, inputs, loras, priorities, strict=True)]
@@ -342,7 +343,7 @@ async def online(asked: ItemRequest, client: Any, prompt: Any, request_id: str, 
     """
     tokenizer = client.renderer.get_tokenizer()
     front_end = client.input_processor.static_front_end
-    asked, prompt = await front_end.healed_prompt_beside(asked, prompt)
+    asked, prompt = await front_end.healed_prompt(asked, prompt)
     asked = await front_end.prepare(asked, _tokens_of(prompt))
     body().begin(thinks=False)
     made = RankedList(front_end, asked, prompt)

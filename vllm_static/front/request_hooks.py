@@ -11,6 +11,7 @@ from itemset.errors import ItemSetError
 from itemset.serving import metrics
 from itemset.serving.config import start_up
 from itemset.serving.front import http_bodies
+from itemset.serving.front.beside import at_once
 from itemset.serving.front.request import wants_candidates
 from itemset.serving.front.request_fields import REFERENCE, SLATE, STRUCTURED
 from itemset.serving.hooks import IMPORTED, Later
@@ -66,7 +67,7 @@ def _process_inputs(original: Callable[..., Any], self: Any, prompt: Any, params
                 raise ItemSetError(f"this engine has no item sets: start it with {flags}")
             if front_end and (judged := requests.asked(params)) is not None:
                 if judged.made is None:
-                    judged, prompt = front_end.healed_prompt(judged, prompt)
+                    judged, prompt = at_once(front_end.healed_prompt(judged, prompt, here=True))
                 params = requests.put(params, item_request := front_end.pinned(judged))
     if item_request is None:
         return original(params=params)
@@ -113,7 +114,7 @@ async def _prepared(
     front_ends.follow(client)  # without a server nobody has begun to
     front_end = client.input_processor.static_front_end
     with refusals(params):
-        asked, prompt = await front_end.healed_prompt_beside(asked, prompt)
+        asked, prompt = await front_end.healed_prompt(asked, prompt)
         words = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt
         params = requests.put(params, await front_end.prepare(asked, words if isinstance(words, list | str) else None))
     told: dict[int, Any] = {}

@@ -1,10 +1,9 @@
 """What every front end does with an item set: open the registered ones, build inline ones, refuse what cannot work."""
 
-import asyncio
 import logging
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 from itemset.errors import ItemSetError, shown
 from itemset.serving.catalogue import Catalogue, InlineSet, Opened, RefusedError
 from itemset.serving.config import ModelLimits, StaticConfig, Words
+from itemset.serving.front.beside import at_once, on
 from itemset.serving.front.forms import Forms
 from itemset.serving.front.inline import InlineTexts
 from itemset.serving.front.request import ItemRequest
@@ -96,33 +96,28 @@ class Checks:
         return fingerprint(self._tokenizer, self._added_tokens)
 
     def made(self, asked: ItemRequest, prompt: Prompt | None = None) -> InlineSet:
+        """Do `prepare` here: wait until texts are encoded and built, or filters applied."""
+        return at_once(self.prepare(asked, prompt, here=True))
+
+    async def prepare(self, asked: ItemRequest, prompt: Prompt | None = None, *, here: bool = False) -> InlineSet:
         """Return the set of a request; of a registered one the version that is served now.
 
-        Waits until texts are encoded and built, or filters applied, unless they were not long ago. Raises RefusedError,
-        or ItemSetError for what is wrong with an item. prompt: if known.
+        Beside the event loop it takes a millisecond of that, and encoding stops if nobody waits for it. here: see
+        `at_once`. Raises RefusedError, or ItemSetError for what is wrong with an item. prompt: if known.
         """
         if isinstance(asked.made, InlineSet):
             return asked.made
+        threads = None if here else self._prompts if PROMPT in asked.selection else self._threads
         if asked.choice is not None:
-            made = self._inline.get(asked.choice, asked.escape)
+            made = await self._inline.prepare(asked.choice, asked.escape, here=here)
         else:
-            of = self._forms.reference(self._of(asked), asked.escape)
-            made = self._selections.get(asked.selection, of, prompt) if asked.chooses else self.catalogue.made(of)
-        return self._selections.tempered(made, asked) if asked.temperature > 1 else made
-
-    def _of(self, asked: ItemRequest) -> str:
-        return asked.reference or self.catalogue.reference(asked.item_set or "")
-
-    async def prepare(self, asked: ItemRequest, prompt: Prompt | None = None) -> InlineSet:
-        """Do `made` beside the event loop, of which it takes a millisecond. Encoding stops if nobody waits for it."""
-        loop = asyncio.get_running_loop()
-        if asked.choice is None and not self._forms.has(self._of(asked), asked.escape):
-            await loop.run_in_executor(self._making, self._forms.reference, self._of(asked), asked.escape)
-        run: Any = partial(loop.run_in_executor, self._prompts if PROMPT in asked.selection else self._threads)
-        if asked.choice is not None:
-            made = await self._inline.prepare(asked.choice, asked.escape)
-            return await run(self._selections.tempered, made, asked) if asked.temperature > 1 else made
-        return await run(self.made, asked, prompt) if asked.chooses else self.made(asked)
+            of = asked.reference or self.catalogue.reference(asked.item_set or "")
+            making = None if here or self._forms.has(of, asked.escape) else self._making
+            of = await on(making, self._forms.reference, of, asked.escape)
+            made = self.catalogue.made(of)
+            if asked.chooses:
+                made = await on(threads, self._selections.get, asked.selection, of, prompt)
+        return await on(threads, self._selections.tempered, made, asked) if asked.temperature > 1 else made
 
     def request(
         self, made: InlineSet, *, prompt_tokens: int, min_tokens: int, stop_tokens: Collection[int], after: int = 0

@@ -1,6 +1,5 @@
 """Constraints with item sets in them, in one front end: sets are found, looked up and checked, grammars compiled."""
 
-import asyncio
 import json
 import re
 import threading
@@ -22,6 +21,7 @@ from itemset.item_set import ItemSet
 from itemset.serving.catalogue import InlineSet, Opened, RefusedError
 from itemset.serving.constraint import SMALL, Constraint, SetHole
 from itemset.serving.front.admission import Checks
+from itemset.serving.front.beside import on
 from itemset.serving.front.lost_fields import is_small, may_hold
 from itemset.serving.front.request import ItemRequest
 from itemset.text import Escape
@@ -57,25 +57,20 @@ class Constraints:
         # What may take xgrammar long waits for its like alone. xgrammar cannot be stopped; what waits can.
         self._large = ThreadPoolExecutor(1, "item-holes-large")
 
-    def get(self, kind: str, spec: Any) -> Constraint | None:
-        """Return the constraint, None if no set stands in it. Raises RefusedError for what cannot hold, or be made."""
-        serving = self._checks.catalogue.serving  # one version of each set, whatever is served later
-        if not may_hold(kind, spec) or (marked := self._mark(kind, spec, serving)) is None:
-            return None
-        return self._assembled(kind, marked, [self._checks.made(_asked(place, serving)) for place in marked.holes])
+    async def prepare(self, kind: str, spec: Any, *, here: bool = False) -> Constraint | None:
+        """Return the constraint, None if no set stands in it. Raises RefusedError for what cannot hold, or be made.
 
-    async def prepare(self, kind: str, spec: Any) -> Constraint | None:
-        """Do `get` beside the event loop."""
+        here: see `at_once`; else it is made beside the event loop.
+        """
         if not may_hold(kind, spec):
             return None
-        loop, serving = asyncio.get_running_loop(), self._checks.catalogue.serving
-        threads = self._threads if is_small(spec) else self._large
-        marked = await loop.run_in_executor(threads, self._mark, kind, spec, serving)
-        if marked is None:
+        serving = self._checks.catalogue.serving  # one version of each set, whatever is served later
+        threads = None if here else self._threads if is_small(spec) else self._large
+        if (marked := await on(threads, self._mark, kind, spec, serving)) is None:
             return None
-        made = [await self._checks.prepare(_asked(place, serving)) for place in marked.holes]
-        threads = self._threads if len(marked.grammar) <= SMALL else self._large
-        return await loop.run_in_executor(threads, self._assembled, kind, marked, made)
+        made = [await self._checks.prepare(_asked(place, serving), here=here) for place in marked.holes]
+        threads = None if here else self._threads if len(marked.grammar) <= SMALL else self._large
+        return await on(threads, self._assembled, kind, marked, made)
 
     def _mark(self, kind: str, spec: Any, serving: Mapping[str, Opened]) -> Marked | None:
         """Find and mark the places, unless that was done not long ago, with sets as large as those that are served."""

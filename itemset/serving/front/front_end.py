@@ -17,6 +17,7 @@ from itemset.serving.config import ModelLimits, StaticConfig, Words
 from itemset.serving.constraint import Constraint
 from itemset.serving.front.admission import Checks
 from itemset.serving.front.answer_fields import Expected, ExpectedItems
+from itemset.serving.front.beside import at_once
 from itemset.serving.front.embedded_sets import Constraints
 from itemset.serving.front.healing import HEALED, Healing
 from itemset.serving.front.list_runner import OneRequest, search_for
@@ -85,43 +86,36 @@ class FrontEndBase:
         self.follower = Follower(self.checks, self.config, send, path=path, log=self.log, by_rounds=by_rounds)
         return self.follower
 
-    def healed(self, asked: ItemRequest, prompt: str) -> ItemRequest:
+    async def healed(self, asked: ItemRequest, prompt: str, *, here: bool = False) -> ItemRequest:
         """Return the request with its set, HEALED if the space at the end of its prompt is its items' (`healing`); as
-        it was if it is not, or they cannot be spelt so."""
+        it was if it is not, or they cannot be spelt so. here: as for `prepare`."""
         if (healed := self.healing.healed(asked, prompt)) is asked:
             return asked
         try:
-            return self.pinned(healed, prompt) or asked
-        except ItemSetError:
-            return asked
-
-    async def healed_beside(self, asked: ItemRequest, prompt: str) -> ItemRequest:
-        """Do `healed` beside the event loop."""
-        if (healed := self.healing.healed(asked, prompt)) is asked:
-            return asked
-        try:
-            return await self.prepare(healed, prompt) or asked
+            return await self.prepare(healed, prompt, here=here) or asked
         except ItemSetError:
             return asked
 
     def pinned(self, asked: ItemRequest, prompt: Prompt | None = None) -> ItemRequest | None:
+        """Do `prepare` here: wait until the set or constraint is made."""
+        return at_once(self.prepare(asked, prompt, here=True))
+
+    async def prepare(
+        self, asked: ItemRequest, prompt: Prompt | None = None, *, here: bool = False
+    ) -> ItemRequest | None:
         """Return the request with its set or constraint, whatever version is served later; None if no set stands in it.
 
-        Waits until it is made. Without the `prompt`, a request that excludes its items is only checked. Raises as
-        `Checks.made` and `Constraints.get` do.
+        Without the `prompt`, a request that excludes its items is only checked. here: see `at_once`; else it is made
+        beside the event loop, and encoding stops if this is cancelled and no other request waits for it. Raises as
+        `Checks.prepare` and `Constraints.prepare` do.
         """
         if asked.made is not None:
             return asked
-        given = asked.constraint
-        made = self.checks.made(asked, prompt) if given is None else self.constraints.get(*given)
-        return self._with(asked, made, prompt)
-
-    async def prepare(self, asked: ItemRequest, prompt: Prompt | None = None) -> ItemRequest | None:
-        """Do `pinned` beside the event loop. Encoding stops if this is cancelled and no other request waits for it."""
-        if asked.made is not None:
-            return asked
-        given = asked.constraint
-        made = await (self.checks.prepare(asked, prompt) if given is None else self.constraints.prepare(*given))
+        made: InlineSet | Constraint | None
+        if asked.constraint is None:
+            made = await self.checks.prepare(asked, prompt, here=here)
+        else:
+            made = await self.constraints.prepare(*asked.constraint, here=here)
         return self._with(asked, made, prompt)
 
     def _with(self, asked: ItemRequest, made: InlineSet | Constraint | None, prompt: object) -> ItemRequest | None:

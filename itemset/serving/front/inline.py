@@ -18,6 +18,7 @@ from itemset.item_set import build
 from itemset.serving import metrics
 from itemset.serving.catalogue import Catalogue, InlineSet, RefusedError
 from itemset.serving.config import ModelLimits, StaticConfig, Words
+from itemset.serving.front.beside import on
 from itemset.serving.wire import INLINE
 from itemset.text import BATCH, Escape, encode, named
 from itemset.trie.rows import MAX_ITEM_TOKENS, Rows, joined
@@ -121,27 +122,23 @@ class InlineTexts:
         self._item_limit = min(ITEM_TEXT_LIMIT, longest_token * self._longest)
         self._encoder, self._reader = Encoder(catalogue), ThreadPoolExecutor(1, "inline-texts")
 
-    def get(self, choice: Any, escape: Escape | None = None) -> InlineSet:
-        """Return the set of these texts. Waits until it is encoded and built, unless it is known.
+    async def prepare(self, choice: Any, escape: Escape | None = None, *, here: bool = False) -> InlineSet:
+        """Return the set of these texts, once it is encoded and built. Encoding stops if nobody waits for it.
 
-        escape: as for `itemset.build_text`. Raises RefusedError, or ItemSetError for what is wrong with an item.
+        escape: as for `itemset.build_text`. here: see `at_once`; else another thread reads a large list. Raises
+        RefusedError, or ItemSetError for what is wrong with an item.
         """
         texts = self._copied(choice)
-        future = self._ask(texts, escape, *self._read(texts, escape))
+        few = len(texts) <= FEW_TEXTS and sum(len(text) for text in texts if type(text) is str) <= FEW_CHARACTERS
+        reference, cost = await on(None if here or few else self._reader, self._read, texts, escape)
+        future = self._encoder.ask(reference, cost, self._encode(reference, texts, escape))
+        if not here:
+            return await asyncio.wrap_future(future)
         try:
             return future.result()
         except BaseException:
             future.cancel()
             raise
-
-    async def prepare(self, choice: Any, escape: Escape | None = None) -> InlineSet:
-        """Do `get` beside an event loop: another thread reads a large list. Encoding stops if nobody waits for it."""
-        texts = self._copied(choice)
-        if len(texts) <= FEW_TEXTS and sum(len(text) for text in texts if type(text) is str) <= FEW_CHARACTERS:
-            key = self._read(texts, escape)
-        else:
-            key = await asyncio.get_running_loop().run_in_executor(self._reader, self._read, texts, escape)
-        return await asyncio.wrap_future(self._ask(texts, escape, *key))
 
     def _copied(self, choice: Any) -> list[Any]:
         """Return a copy of the list, which nobody else changes. Raises RefusedError: no list, or too many texts."""
@@ -192,9 +189,6 @@ class InlineTexts:
             digest.update("".join(part).encode("utf-8", "surrogatepass"))
         digest.update((escape or "").encode())
         return INLINE + digest.hexdigest(), characters + TEXT_COST * len(texts)
-
-    def _ask(self, texts: list[str], escape: Escape | None, reference: str, cost: int) -> Future[InlineSet]:
-        return self._encoder.ask(reference, cost, self._encode(reference, texts, escape))
 
     def _encode(self, reference: str, texts: list[str], escape: Escape | None) -> Steps:
         """Encode the texts slice by slice, and build their set. Raises ItemSetError that names the first bad item."""

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, lru_cache, partial
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -23,6 +23,7 @@ from itemset.ranking.search import Found, Item, Rounds, Search, Width, described
 from itemset.serving import metrics
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.config import StaticConfig, Words
+from itemset.serving.front.beside import on
 from itemset.serving.front.request_fields import APPROXIMATE, DRAWS, IMPORTANCE, OF_EXACT, DrawOptions, ListOptions
 from itemset.serving.wire import EngineRequest, ListResult, ListSpec, NoList
 
@@ -32,8 +33,6 @@ OTHERS_STAY = 1.0  # seconds for which lists make room after they have met other
 PATIENCE = 0.1  # seconds that another request waits at most for what lists have in the engine
 LONG = 3.0  # seconds after which a list says in the log why it takes so long
 _KEPT = 256  # refusals that are remembered
-
-Result = TypeVar("Result")
 
 
 class AbortedError(Exception):
@@ -283,10 +282,10 @@ class Lists:
 
         long = asyncio.get_running_loop().call_later(LONG, self._say_why)
         try:
-            await self._on_thread(lambda: search.passes)  # the first round may have to be made
+            await on(self._thread, lambda: search.passes)  # the first round may have to be made
             while search.passes:
-                await self._on_thread(take, await self._round(search.passes, ask))
-            return await self._on_thread(result_of, search)
+                await on(self._thread, take, await self._round(search.passes, ask))
+            return await on(self._thread, result_of, search)
         finally:
             long.cancel()
 
@@ -294,14 +293,11 @@ class Lists:
         self, best: Found, item_set: ItemSet, of_set: Mapping[str, Any], names: Sequence[str]
     ) -> AsyncGenerator[list[tuple[Any, dict[str, Any]]], None]:
         """Yield SLICE items at a time, each with what an answer says of it (`described`). Between them others run."""
-        (entries,) = await self._on_thread(described, [best], item_set, of_set, names)
+        (entries,) = await on(self._thread, described, [best], item_set, of_set, names)
         items = list(zip(best.items, entries, strict=True))
         for first in range(0, len(items), SLICE):
             await asyncio.sleep(0)
             yield items[first : first + SLICE]
-
-    async def _on_thread(self, function: Callable[..., Result], *args: Any) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
 
     async def _round(self, passes: Sequence[Pass], ask: Callable[[Pass], Awaitable[Any]]) -> list[Any]:
         tasks: list[asyncio.Future[Any]] = []

@@ -1,26 +1,12 @@
 """Metrics of SGLang's processes, for `/metrics` with --enable-metrics: each its own share. Import it once an engine has
 started: see `itemset.serving.metrics`."""
 
-from collections.abc import Sequence
-from typing import Any
-
 from itemset.masking.arena import Plan
-from itemset.masking.host import forced_tokens
 from itemset.serving import metrics
 from itemset.serving.metrics import EngineFigures
 from sglang_static import compat
 
 FIGURES = EngineFigures("sum", used="sum")
-
-
-def count_answer(expected: Any, tokens: Sequence[int], fields: dict[str, Any], *, stopped: bool) -> str | None:
-    """Do `metrics.count_answer`, and count the item, unless there may be several, and its forced tokens."""
-    if stopped and fields.get("item") is not None:
-        called = metrics.label(expected.reference)
-        FIGURES.answered.labels(called).inc()
-        content = tokens if expected.content is None else expected.content(tokens)
-        FIGURES.forced.labels(called).inc(forced_tokens(expected.item_set, content))
-    return metrics.count_answer(expected, tokens, fields, stopped=stopped)
 
 
 class SchedulerFigures:

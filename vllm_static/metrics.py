@@ -27,10 +27,8 @@ async def refresh(app: Any) -> None:
     with contextlib.suppress(Exception):
         ask = app.state.engine_client.engine_core.call_utility_async(ENGINE_METHOD)
         figures = await asyncio.wait_for(ask, PATIENCE)
-        for name in ("answered", "forced", "by_path"):
+        for name, gauge in (("by_path", SHOWN.by_path), ("sampled_steps", STEPS)):
             for label, count in figures[name].items():
-                getattr(SHOWN, name).labels(label).set(count)
-        for label, count in figures["sampled_steps"].items():
-            STEPS.labels(label).set(count)
+                gauge.labels(label).set(count)
         for gauge, nbytes in zip((SHOWN.arena, SHOWN.arena_used), figures["arena"], strict=True):
             gauge.set(nbytes)

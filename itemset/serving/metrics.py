@@ -12,6 +12,7 @@ from typing import Any, Literal
 from prometheus_client import Counter, Gauge
 
 from itemset.errors import ItemSetError
+from itemset.masking.host import forced_tokens
 from itemset.serving.wire import INLINE, name_of
 
 REQUESTS = Counter("item_set:requests", "Requests with an item set.", ["item_set"])
@@ -24,6 +25,9 @@ DRAWS = Counter("item_set:draw_requests", "Requests for draws: in one request, o
 ONE_REQUEST, UNDECIDED = "one request", "more might ring before than there are beams"
 """Ways of lists and draws: made whole, and draws that a step has not decided, which rounds then ended."""
 INSIDE = Counter("item_set:items_inside", "Items in slates, JSON and other answers that hold items.", ["item_set"])
+_ANSWERED = "Answers that ended with an item."
+ANSWERED = Gauge("item_set:answered_items", _ANSWERED, ["item_set"], multiprocess_mode="sum")
+FORCED = Gauge("item_set:forced_tokens", "Their tokens that had no rival.", ["item_set"], multiprocess_mode="sum")
 ILLEGAL = Counter("item_set:illegal_answers", "Answers that ended, and are no item: a fault of the engine or plugin.")
 
 _SINCE = "When the version that is served was taken up, Unix time."
@@ -40,8 +44,6 @@ class EngineFigures:
     def __init__(self, mode: Literal["max", "sum"], used: Literal["mostrecent", "sum"]) -> None:
         """mode: what several processes' values make together. used: the same for the memory in use."""
         gauge = partial(Gauge, multiprocess_mode=mode)
-        self.answered = gauge("item_set:answered_items", "Answers that ended with an item.", ["item_set"])
-        self.forced = gauge("item_set:forced_tokens", "Their tokens that had no rival.", ["item_set"])
         self.by_path = gauge("item_set:requests_by_path", "Requests by where masks were made.", ["path"])
         self.arena = gauge("item_set:arena_bytes", "Device memory kept for item sets.")
         self.arena_used = Gauge("item_set:arena_used_bytes", "What sets in use take of it.", multiprocess_mode=used)
@@ -73,13 +75,18 @@ def refusals() -> Iterator[None]:
 
 
 def count_answer(expected: Any, tokens: Sequence[int], fields: Mapping[str, Any], *, stopped: bool) -> str | None:
-    """Count the items of an answer that has ended. Return what to log if it is no item of its set.
+    """Count an answer that has ended, and its items. Return what to log if it is no item of its set.
 
     fields: its own, as sent. stopped: whether a stop token has ended it.
     """
     for item in fields.get("items") or ():
         INSIDE.labels(item.get("set", "inline")).inc()
-    if not stopped or "item" not in fields or fields["item"] is not None or not expected.begun(tokens):
+    if not stopped or "item" not in fields or not expected.begun(tokens):
+        return None
+    if fields["item"] is not None:
+        called, content = label(expected.reference), expected.content
+        ANSWERED.labels(called).inc()
+        FORCED.labels(called).inc(forced_tokens(expected.item_set, content(tokens) if content else tokens))
         return None
     ILLEGAL.inc()
     return f"An answer is no item of its set, which must not be: {list(tokens)[:200]}"

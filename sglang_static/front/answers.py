@@ -35,7 +35,7 @@ async def stream_one_response(
             info, finish = part["meta_info"], part["meta_info"].get("finish_reason")
             logs = _taken_logs(info, state) if expected is not None and expected.weighed else ((), ())
             if expected is not None and finish:
-                from sglang_static.metrics import count_answer
+                from itemset.serving.metrics import count_answer
 
                 by_string = isinstance(finish.get("matched"), str)
                 cut = finish["type"] not in ("stop", "length") or (by_string and isinstance(expected, Thought))

@@ -2,7 +2,6 @@
 
 import copy
 import json
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -20,14 +19,13 @@ from itemset import ItemSetError
 from itemset.embedded.composite_grammar import Composite
 from itemset.embedded.holes import Once
 from itemset.embedded.placement import JSON, REGEX, TAG
-from itemset.masking.host import HostState, fill_bitmasks, forced_tokens
+from itemset.masking.host import HostState, fill_bitmasks
 from itemset.serving.catalogue import Catalogue
 from itemset.serving.config import StaticConfig
 from itemset.serving.constraint import ENVELOPE
 from itemset.serving.engine.grammars import Grammars
 from itemset.serving.engine.long_alternations import LongAlternations
 from itemset.serving.engine.version_rollout import Preparer
-from itemset.serving.metrics import label
 from itemset.serving.warm_up import compile_all
 from itemset.serving.wire import WIRE, SetRef, read
 from vllm_static import compat
@@ -78,9 +76,7 @@ class StaticBackend(backend_types.StructuredOutputBackend):
         super().__init__(vllm_config, tokenizer, vocab_size)
         config = StaticConfig.of(vllm_config.additional_config)
         self._catalogue = Catalogue(config)
-        sets = dict.fromkeys(self._catalogue.registered, 0)
-        # Written by the input thread and by the engine's loop, each its own entries.
-        self._figures = {"answered": Counter(sets), "forced": Counter(sets), "by_path": Counter(device=0, host=0)}
+        self._by_path = {"device": 0, "host": 0}
         self._device = DevicePath(self._catalogue) if compat.on_device_path(vllm_config) else None
         self.preparer = Preparer(self._catalogue, logger, self._device)
         self.thinking: dict[str, Any] = {}  # by request: a `thoughts.Thinking`
@@ -115,7 +111,7 @@ class StaticBackend(backend_types.StructuredOutputBackend):
             return is_free
         if not on_device:  # the index travels on to the workers only there, whose arenas may have forgotten it
             params.extra_args = {**params.extra_args, WIRE: carried.but(item_set=SetRef(made.reference))}
-        self._figures["by_path"]["device" if on_device else "host"] += carried.ranked is None  # a list has no masks
+        self._by_path["device" if on_device else "host"] += carried.ranked is None  # a list has no masks
         return on_device
 
     def _take_holes(self, request: Any, sets: list[SetRef]) -> None:
@@ -123,28 +119,17 @@ class StaticBackend(backend_types.StructuredOutputBackend):
         request.item_set_holes = list(map(self._catalogue.receive, sets))
         request.sampling_params = params = copy.copy(request.sampling_params)
         params.extra_args = {key: value for key, value in params.extra_args.items() if key != WIRE}
-        self._figures["by_path"]["host"] += 1
+        self._by_path["host"] += 1
 
     def forget(self, request: Request) -> None:
         self.thinking.pop(request.request_id, None)
         if (resident := vars(request).pop(RESIDENT, None)) is not None and self._device is not None:
             self._device.plan.release(resident.number)  # its set may go when another needs the room
-        carried = read(getattr(request.sampling_params, "extra_args", None))
-        if carried is None or carried.item_set is None or request.status.name != "FINISHED_STOPPED":
-            return  # only what has ended by itself is counted
-        reference = carried.item_set.reference
-        self._figures["answered"][label(reference)] += 1
-        item = list(request.output_token_ids)
-        if carried.place is not None and (start := carried.place.begins_after) >= 0:
-            item = item[item.index(start) + 1 :] if start in item else []
-        if (item_set := self._catalogue.known(reference)) is not None:  # nothing is opened for a figure
-            self._figures["forced"][label(reference)] += forced_tokens(item_set, item)
 
     def figures(self) -> dict[str, Any]:
         """Return what is counted, for the metrics: plain values, which travel to the front end."""
-        counts: dict[str, Any] = {name: dict(one) for name, one in self._figures.items()}
         plan = None if self._device is None else self._device.plan
-        return counts | {"arena": [0, 0] if plan is None else [plan.nbytes, plan.used]}
+        return {"by_path": dict(self._by_path), "arena": [0, 0] if plan is None else [plan.nbytes, plan.used]}
 
     def compile_grammar(self, request_type: Options, grammar_spec: str, stop_token_ids: set[int] | None = None) -> Any:
         stops = stop_token_ids or {self.tokenizer.eos_token_id}

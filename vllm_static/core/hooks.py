@@ -72,7 +72,7 @@ def _grammar_bitmask(
 
 @hook("vllm.v1.core.sched.scheduler:Scheduler._free_request")
 def _free_request(original: Callable[..., Any], self: Any, request: Any) -> Any:
-    """An ended request's set may leave the device, and its answer is counted."""
+    """An ended request's set may leave the device."""
     if (backend := compat.backend_of(self.structured_output_manager)) is not None:
         backend.forget(request)
     return original()

@@ -13,15 +13,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
-from urllib.parse import parse_qs, urlencode
+from urllib.parse import parse_qs, unquote_plus, urlencode
 
 import pyarrow as pa
 import pyarrow.parquet as pa_parquet
 
 from itemset.building import sources
-from itemset.building.columns import names_in
-from itemset.building.dialects import WORDS, Dialect
-from itemset.building.names import is_known, item_column, key_column
+from itemset.building.dialects import WORDS
+from itemset.building.names import is_known
 from itemset.building.readers import as_rows as rows_of
 from itemset.building.streams import format_of
 from itemset.cli import build as building
@@ -37,7 +36,7 @@ from itemset.trie.file import FORMAT, MAGIC
 KEPT_SECONDS = 30 * 24 * 3600  # that an index stays after a server was last started with it
 _FLAGS = ("keys_repeat", "keep_text")  # =yes
 _WORDS = ("column", "key", "attribute", "prefix", "escape", *WORDS, *_FLAGS)  # options of `itemset build`
-RULES = 3  # of how files are judged: an index that others have made is built anew
+RULES = 4  # of how files are judged: an index that others have made is built anew
 
 
 def with_indexes(options: Mapping[str, Any], tokenizer: Callable[[], Any]) -> dict[str, Any]:
@@ -133,12 +132,15 @@ def _is_index(path: str) -> bool:
 def _built(name: str, path: str, words: dict[str, list[str]], tokenizer: Callable[[], Any], folder: Path) -> str:
     """Return the index of a file, from the cache if it is there."""
     files = sources.files_of(path)  # all of one kind
-    chosen = {word: values for word, values in words.items() if word not in _FLAGS or values != ["no"]}
-    wanted = [one for option in ("column", "key", "attribute") for one in words.get(option, ())]
-    names, dialect = names_in(files[0], Dialect.of({word: values[0] for word, values in words.items()}), wanted)
-    if names:
-        _choose(name, path, names, chosen)
-    digest = hashlib.sha256(repr([FORMAT, RULES, sorted(chosen.items()), fingerprint(tokenizer()), names]).encode())
+    args = parse(["build", path, "-o", str(folder)])
+    single = {word: values[-1] for word, values in words.items()} | {"attribute": words.get("attribute", [])}
+    vars(args).update(single | {word: single[word] != "no" for word in _FLAGS if word in single})
+    names, dialect = building.columns_of(args, name)
+    if names and not args.column:
+        there = ", ".join(map(repr, names))
+        raise ItemSetError(f"{path} has the columns {there}: say which has the items, {name}={path}?column=NAME")
+    chosen = {word: value for word in _WORDS if (value := getattr(args, word))}
+    digest = hashlib.sha256(repr([FORMAT, RULES, chosen, fingerprint(tokenizer()), names]).encode())
     for file in files:
         if file.system is not None and file.changed is not None:  # elsewhere, and its system says when it was changed
             digest.update(repr((file.name, file.size, file.changed)).encode())
@@ -147,9 +149,7 @@ def _built(name: str, path: str, words: dict[str, list[str]], tokenizer: Callabl
             kind = hashlib.sha256(format_of(file).encode())
             digest.update(hashlib.file_digest(cast(Any, stream), kind.copy).digest())
     index = folder / f"{digest.hexdigest()[:32]}.itemset"
-    given = [f"--{option}={value}" for option, values in chosen.items() for value in values if option not in _FLAGS]
-    given += [f"--{option.replace('_', '-')}" for option in _FLAGS if option in chosen]
-    taken = (" ".join(given) or "its items") + (f", {dialect}" if dialect.names else "")
+    taken = (unquote_plus(urlencode(chosen, doseq=True)) or "its items") + (f", {dialect}" if dialect.names else "")
     with locked(folder / "lock", mode=0o600):
         if index.exists():
             os.utime(index)
@@ -159,14 +159,13 @@ def _built(name: str, path: str, words: dict[str, list[str]], tokenizer: Callabl
             if time.time() - old.stat().st_mtime > KEPT_SECONDS:
                 old.unlink()
         say(f"item set {name!r}: building an index of {path} ({taken})")
-        if not {"key", "keep_text"} & chosen.keys() and names:
+        if names and not (args.key or args.keep_text):
             say(f"item set {name!r}: no column has the keys, row numbers are the keys ({name}={path}?key=COLUMN)")
-        others = [other for other in names if other and not any(other in values for values in chosen.values())]
+        others = [other for other in names if other and other not in (args.column, args.key, *args.attribute)]
         if others and "attribute" not in words:
             more = urlencode({**words, "attribute": others[0]}, doseq=True)
             say(f"columns that requests filter by: {name}={path}?{more} (it has {', '.join(others)})")
         start = time.monotonic()
-        args = parse(["build", path, *given, "-o", str(index)])
         args.tokenizer = tokenizer()
         made = building.write_index(args, index)
         took = f"{len(made):,} items in {time.monotonic() - start:.1f} s, for the next start {index}"
@@ -177,24 +176,6 @@ def _built(name: str, path: str, words: dict[str, list[str]], tokenizer: Callabl
         shown = decode([int(token) for token in item], args.tokenizer)
         say(f"item set {name!r}: such as {shown!r:.80} of {len(item)} tokens, key {made.keys_of([item])[0][0]!r}")
     return str(index)
-
-
-def _choose(name: str, path: str, names: list[str], chosen: dict[str, list[str]]) -> None:
-    """Add the columns of the items and of the keys, by their names, if they are not given."""
-    taken = {column for option in ("column", "key", "attribute") for column in chosen.get(option, ())}
-    free = [column for column in names if column not in taken]
-    if "column" not in chosen:
-        if (column := item_column(free)) is None:
-            there = ", ".join(map(repr, names))
-            raise ItemSetError(f"{path} has the columns {there}: say which has the items, {name}={path}?column=NAME")
-        chosen["column"] = [column]
-    if chosen.get("key") == [""]:
-        del chosen["key"]
-    elif not {"key", "keep_text"} & chosen.keys():
-        about = [name, Path(path.partition("*")[0]).stem]
-        key = key_column([one for one in free if one not in chosen["column"]], about, path)
-        if key is not None:
-            chosen["key"] = [key]
 
 
 def say(line: str) -> None:

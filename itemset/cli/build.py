@@ -149,19 +149,25 @@ def choose_columns(args: argparse.Namespace, about: str, before: ItemSet | None)
     """
     args.attribute = args.attribute or ([] if before is None else before.attributes.column_names)
     numbered = before is not None and args.key is None and are_row_numbers(before.keys)
+    columns_of(args, about)
+    if numbered and args.key is not None:
+        raise ItemSetError(
+            f"{args.source}: the keys before are 0, 1, 2, ...: say whether these are row numbers (--key '') or of "
+            f"a column (--key {args.key})"
+        )
+    return taken_of(args)
+
+
+def columns_of(args: argparse.Namespace, about: str) -> tuple[list[str], Dialect]:
+    """Choose the columns as `choose_columns` does; return the names of all, none without a table, and its dialect."""
     given = [name for name in (args.column, args.key, *args.attribute) if name]
-    names, _ = names_in(sources.files_of(args.source)[0], Dialect.of(vars(args)), given)
+    names, dialect = names_in(sources.files_of(args.source)[0], Dialect.of(vars(args)), given)
     if names:
         args.column = args.column or item_column([name for name in names if name not in given])
         if args.key is None and not args.keep_text:
             free = [name for name in names if name not in (*given, args.column)]
-            args.key = key_column(free, [about, Path(args.source).stem], args.source)
-        if numbered and args.key is not None:
-            raise ItemSetError(
-                f"{args.source}: the keys before are 0, 1, 2, ...: say whether these are row numbers (--key '') or of "
-                f"a column (--key {args.key})"
-            )
-    return taken_of(args)
+            args.key = key_column(free, [about, Path(args.source.partition("*")[0]).stem], args.source)
+    return names, dialect
 
 
 def update(args: argparse.Namespace) -> None:

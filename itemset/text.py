@@ -247,17 +247,17 @@ def _has_all_options(tokenizer: Any) -> bool:
     return not protocol and "MistralCommonBackend" not in classes
 
 
-def decoded(rows: list[list[int]], tokenizer: Any) -> list[str]:
+def decoded(rows: list[list[int]], tokenizer: Any, *, skip_special_tokens: bool = False) -> list[str]:
     """Return the text of each row of tokens, as `decode` does."""
     if (compiled := _compiled(tokenizer)) is not None:
-        return compiled.decode_batch(rows, skip_special_tokens=False)
-    return [decode(tokens, tokenizer) for tokens in rows]
+        return compiled.decode_batch(rows, skip_special_tokens=skip_special_tokens)
+    return [decode(tokens, tokenizer, skip_special_tokens=skip_special_tokens) for tokens in rows]
 
 
-def decode(tokens: list[int], tokenizer: Any) -> str:
-    """Return the text of tokens, special ones among them."""
+def decode(tokens: list[int], tokenizer: Any, *, skip_special_tokens: bool = False) -> str:
+    """Return the text of tokens, special ones among them unless they are to be skipped."""
     options = {"clean_up_tokenization_spaces": False} if _has_all_options(tokenizer) else {}
-    return str(tokenizer.decode(tokens, skip_special_tokens=False, **options))
+    return str(tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens, **options))
 
 
 def _encode_batch(

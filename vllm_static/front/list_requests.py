@@ -25,6 +25,7 @@ from itemset.serving.front.http_bodies import body, no_body
 from itemset.serving.front.list_runner import AbortedError, run_together
 from itemset.serving.front.request import THOUGHT, ItemRequest
 from itemset.serving.front.request_fields import ATTRIBUTES, LOGPROBS, OPTIONS, REFERENCE, wrong_type
+from itemset.text import decoded
 from vllm_static import compat
 from vllm_static.v1 import model_runner
 
@@ -251,7 +252,7 @@ def candidates(
     for _, group in groupby(jobs, key=lambda pair: (id(pair[0].item_set), *pair[0].names)):
         alike, found = zip(*group, strict=True)
         entries += described(found, alike[0].item_set, alike[0].of_set, alike[0].names)
-    texts = iter(_decoded(tokenizer, [item.tokens for one in made for item in one.items], skip_special_tokens=False))
+    texts = iter(decoded([list(item.tokens) for one in made for item in one.items], tokenizer))
     outputs = []
     for i, best in enumerate(made):
         items = zip(best.items, entries[i], islice(texts, len(best.items)), strict=True)
@@ -281,22 +282,12 @@ def _texts(tokenizer: Any, made: Sequence[RequestOutput], **options: Any) -> lis
     for one in made:
         prompt: Any = one.prompt_token_ids
         near = prompt[-_NEAR:]
-        whole, end = tokenizer.decode(prompt, **options), tokenizer.decode(near, **options)
+        whole, end = decoded([prompt, near], tokenizer, **options)
         if not whole.endswith(end):  # these tokens begin inside a character
             near, end = prompt, whole
         befores += [whole[: len(whole) - len(end)]] * len(one.outputs)
         rows += [[*near, *output.token_ids] for output in one.outputs]
-    return [before + text for before, text in zip(befores, _decoded(tokenizer, rows, **options), strict=True)]
-
-
-def _decoded(tokenizer: Any, rows: Sequence[Sequence[int]], **options: Any) -> list[str]:
-    """Return the text of each row of tokens, in one call of a tokenizer that takes many. options: of `decode`."""
-    together = getattr(tokenizer, "batch_decode", None)
-    if together is None or not rows:  # vLLM's own protocol has `decode` alone
-        return [tokenizer.decode(list(row), **options) for row in rows]
-    # Of an array no value's type is looked at.
-    alike = len({len(row) for row in rows}) == 1
-    return together(np.array(rows) if alike else [list(row) for row in rows], **options)
+    return [before + text for before, text in zip(befores, decoded(rows, tokenizer, **options), strict=True)]
 
 
 def _results(llm: Any, front_end: Any, lists: Sequence[RankedList]) -> tuple[list[Found], list[TokenScores]]:
@@ -382,7 +373,6 @@ async def online(asked: ItemRequest, client: Any, prompt: Any, request_id: str, 
         return _output(request_id, prompt, none)
     items: list[tuple[Any, Any, str]] = []
     async for part in lists.entries(best, made.job.item_set, made.job.of_set, made.job.names):
-        rows = [item.tokens for item, _ in part]
-        texts = _decoded(tokenizer, rows, skip_special_tokens=False)
+        texts = decoded([list(item.tokens) for item, _ in part], tokenizer)
         items += [(item, entry, text) for (item, entry), text in zip(part, texts, strict=True)]
     return _output(request_id, prompt, made.outputs(items, logs))

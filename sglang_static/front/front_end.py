@@ -1,6 +1,6 @@
 """The front end: a request's item set is found, checked and attached to it before a scheduler sees it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -72,7 +72,7 @@ class FrontEnd(FrontEndBase):
         Await it before anything is done with a request. Encoding stops if the client leaves. Raises RefusedError, or
         ItemSetError for what is wrong with an inline set's items.
         """
-        fields, given, processors = body().fields or {}, request.sampling_params, request.custom_logit_processor
+        fields, given = body().fields or {}, request.sampling_params
         each = given if isinstance(given, list) else [given]
         if not all(params is None or isinstance(params, dict) for params in each):
             raise wrong_type("sampling_params of one prompt must be an object: send no list of them")
@@ -80,16 +80,7 @@ class FrontEnd(FrontEndBase):
         if any(wants_candidates(params) != wants_candidates(each[0]) for params in each):
             raise RefusedError("beam search", f"{LIST}, or {DRAWS}: true, is for all prompts of a batch or for none")
         with_defaults = [{**self._defaults, **(params or {})} for params in each]
-        requests = [asked(params, fields, ranked=ranked) for params in with_defaults]
-        for i, one in enumerate(requests):
-            if one is not None and one.constraint is not None:
-                requests[i] = await while_connected(self.prepare(one), http_request)
-                if requests[i] is not None and sum(bool(with_defaults[i].get(name)) for name in OTHERS) > 1:
-                    raise RefusedError("two constraints", f"of {', '.join(OTHERS)} only one can hold: omit the others")
-        inside = sum(one is not None and one.constraint is not None for one in requests)
-        refuse_lost(body().stated, reached=inside)
-        if ranked and inside:
-            raise RefusedError("beam search", f"a beam search takes no item_set inside a grammar: omit {BEAMS}", BEAMS)
+        requests = await self._asked(with_defaults, fields, http_request, ranked=ranked)
         if hasattr(request, "input_ids") and (any(requests) or (fields and not each)):
             check_prompts(request, listed=ranked)
         if not any(requests):
@@ -107,14 +98,7 @@ class FrontEnd(FrontEndBase):
             if one is None:
                 judged.append(params)
                 continue
-            refuse_unsampled(with_defaults[i], self.vocab_size)
-            theirs = processors if isinstance(processors, list) else [processors]
-            if any(own is not None for own in (theirs[i : i + 1] if len(theirs) == len(each) else theirs)):
-                word = "custom_logit_processor"
-                message = f"{word} is not supported with an item set, from which it could lead away: leave it out"
-                raise RefusedError(word, message)
-            if one.weighed and not ranked and not one.after:
-                self._check_weighed(one.weighed, request, i, params or {})
+            self._check_beside(one, request, i, with_defaults, ranked=ranked)
             if one.choice is not None and one.made is None:
                 one = replace(one, made=made.get((id(one.choice), one.temperature, one.escape)))
             waits = one.chooses or (one.choice is not None and one.made is None)
@@ -139,6 +123,22 @@ class FrontEnd(FrontEndBase):
         request.sampling_params = judged if isinstance(given, list) or len(judged) > 1 else judged[0]
         return ranked
 
+    async def _asked(
+        self, each: Sequence[dict[str, Any]], fields: Mapping[str, Any], http_request: Any, *, ranked: bool
+    ) -> list[ItemRequest | None]:
+        """Return what the parameters of each prompt ask, with the constraints made in which sets stand."""
+        requests = [asked(params, fields, ranked=ranked) for params in each]
+        for i, one in enumerate(requests):
+            if one is not None and one.constraint is not None:
+                requests[i] = await while_connected(self.prepare(one), http_request)
+                if requests[i] is not None and sum(bool(each[i].get(name)) for name in OTHERS) > 1:
+                    raise RefusedError("two constraints", f"of {', '.join(OTHERS)} only one can hold: omit the others")
+        inside = sum(one is not None and one.constraint is not None for one in requests)
+        refuse_lost(body().stated, reached=inside)
+        if ranked and inside:
+            raise RefusedError("beam search", f"a beam search takes no item_set inside a grammar: omit {BEAMS}", BEAMS)
+        return requests
+
     @staticmethod
     def _stops_early(request: Any, params: Mapping[str, Any]) -> bool:
         """Return whether an item does not begin right after its prompt, or a stop string is looked for in its space."""
@@ -148,14 +148,25 @@ class FrontEnd(FrontEndBase):
         """Return a prompt's tokens, as SGLang encodes it. Safe for threads, which SGLang's own tokenizer is not."""
         return self._tokenizer.encode(prompt)
 
-    def _check_weighed(self, weighed: str, request: Any, prompt: int, params: Mapping[str, Any]) -> None:
-        """Raises RefusedError where the answers to one of a request's prompts can have no weights."""
+    def _check_beside(
+        self, one: ItemRequest, request: Any, prompt: int, each: Sequence[Mapping[str, Any]], *, ranked: bool
+    ) -> None:
+        """Raises RefusedError for what one of a request's prompts cannot have beside a set, as for a weight that its
+        answers cannot say. each: the parameters of all."""
+        refuse_unsampled(each[prompt], self.vocab_size)
+        word, processors = "custom_logit_processor", request.custom_logit_processor
+        theirs = processors if isinstance(processors, list) else [processors]
+        if any(own is not None for own in (theirs[prompt : prompt + 1] if len(theirs) == len(each) else theirs)):
+            message = f"{word} is not supported with an item set, from which it could lead away: leave it out"
+            raise RefusedError(word, message)
+        if ranked or one.after or not one.weighed:
+            return
         logprobs = getattr(request, "return_logprob", None)
         if isinstance(logprobs, list):
             logprobs = prompt < len(logprobs) and logprobs[prompt]
         instead_of = "log-probabilities" if logprobs and not hasattr(request, answers.WEIGHED) else None
-        reason = "with speculation" if self._speculates and weighed == LOGPROBS else self._why_no_weights
-        self.check_weight(weighed, reason, instead_of=instead_of, ignore_eos=params.get("ignore_eos"))
+        reason = "with speculation" if self._speculates and one.weighed == LOGPROBS else self._why_no_weights
+        self.check_weight(one.weighed, reason, instead_of=instead_of, ignore_eos=each[prompt].get("ignore_eos"))
 
     def attach(self, asked: ItemRequest, request: Any, params: Any, prompt: list[int]) -> None:
         """Write a pinned request into its `SamplingParams` for the scheduler, and note which items its answers may be.

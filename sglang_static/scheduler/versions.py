@@ -4,9 +4,9 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from itemset.item_set import ItemSet
-from itemset.masking.arena import ArenaFullError, check_tables
+from itemset.masking.arena import check_tables
 from itemset.serving.catalogue import Opened
-from itemset.serving.engine.version_rollout import Devices, or_reason, warn_of_no_room
+from itemset.serving.engine.version_rollout import Devices, hold, or_reason
 from itemset.serving.wire import Prepare, Stage
 from sglang_static import compat
 from sglang_static.compat import hook, logger
@@ -46,10 +46,7 @@ class RankDevices(Devices):
         return stages
 
     def _copy(self, scheduler: Any, opened: Any) -> Stage:
-        try:
-            piece = self._sampler.holdings.hold(opened.name, opened.item_set)
-        except ArenaFullError as error:
-            warn_of_no_room(opened, error, "of the plugin's options", logger)
+        if (piece := hold(self._sampler.holdings, opened, "of the plugin's options", logger)) is None:
             return Stage.HOST
         with scheduler.forward_stream_ctx:  # whose steps may read what is overwritten
             there = self._sampler.arena.place_next(opened.name, opened.item_set, piece)

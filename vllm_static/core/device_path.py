@@ -13,7 +13,7 @@ from itemset.masking.arena import ArenaFullError, Place, Plan
 from itemset.masking.arena_plan import Holdings
 from itemset.masking.slots import MAX_STOP_TOKENS
 from itemset.serving.catalogue import Catalogue, Opened
-from itemset.serving.engine.version_rollout import Devices, warn_of_no_room
+from itemset.serving.engine.version_rollout import Devices, hold
 from itemset.serving.wire import WIRE, EngineRequest, Prepare, SetRef, Stage, read
 from vllm_static import compat
 from vllm_static.compat import hook, logger
@@ -54,13 +54,9 @@ class DevicePath(Devices):
     def advance(self, engine: Any, message: Prepare, opened: Opened | str | None) -> list[Stage | str]:
         if isinstance(opened, str):
             return [opened]
-        piece = None
-        if opened is not None:
-            try:
-                piece = self.holdings.hold(opened.name, opened.item_set)
-            except ArenaFullError as error:
-                warn_of_no_room(opened, error, "in --additional-config", logger)
-                return [Stage.HOST]
+        piece = None if opened is None else hold(self.holdings, opened, "in --additional-config", logger)
+        if opened is not None and piece is None:
+            return [Stage.HOST]
         return engine.collective_rpc(prepare_in_worker, args=(message, piece))
 
     def close(self, engine: Any, name: str, version: str | None, open_sets: Collection[str]) -> None:

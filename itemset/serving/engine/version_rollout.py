@@ -20,6 +20,7 @@ import msgspec
 
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
+from itemset.masking.arena_plan import ArenaFullError, Holdings, Piece
 from itemset.serving.catalogue import Catalogue, Opened
 from itemset.serving.wire import Answer, Drop, Message, Prepare, Stage
 
@@ -89,7 +90,11 @@ def or_reason(work: Callable[[], Result], log: logging.Logger) -> Result | str:
         return f"{type(error).__name__}: {error}"
 
 
-def warn_of_no_room(opened: Opened, error: ItemSetError, options: str, log: logging.Logger) -> None:
-    """Log that an arena has no room for a version. options: where the plugin's are set."""
-    message = "Version %s of the item set %r takes the host path until there is room: %s (item_set_headroom %s)"
-    log.warning(message, opened.version, opened.name, error, options)
+def hold(holdings: Holdings, opened: Opened, options: str, log: logging.Logger) -> Piece | None:
+    """Hold room for a version in an arena; without any return None, and log it. options: where the plugin's are set."""
+    try:
+        return holdings.hold(opened.name, opened.item_set)
+    except ArenaFullError as error:
+        message = "Version %s of the item set %r takes the host path until there is room: %s (item_set_headroom %s)"
+        log.warning(message, opened.version, opened.name, error, options)
+        return None

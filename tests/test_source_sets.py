@@ -176,7 +176,8 @@ def test_what_was_taken_is_said(folder, opened, capsys):
     (folder / "shop.csv").write_text("SKU;Name;Price;Sold\n1;Kite;3,5;yes\n2;Ball;4;no\n")
     opened(f"{folder}/shop.csv?attribute=Price&attribute=Sold")
     said = capsys.readouterr().err
-    assert "column=Name&key=SKU&attribute=Price&attribute=Sold, separated by semicolons, a header, quotes as csv, utf-8" in said
+    columns = "column=Name&key=SKU&attribute=Price&attribute=Sold"
+    assert f"{columns}, separated by semicolons, a header, quotes as csv, utf-8" in said
     assert "; attributes Price (string), Sold (string)" in said
     assert "such as 'Ball' of " in said
     opened(f"{folder}/films.csv?key=")

@@ -246,6 +246,13 @@ def after_reasoning(manager: Any, request: Any, grammar: Any) -> Any:
     return backend._make_grammar_object(grammar, request.require_reasoning)
 
 
+def in_force(grammar: Any) -> Any:
+    """Return the grammar that limits a request's next token: after a reasoning that has ended, that in SGLang's own."""
+    if not hasattr(grammar, "_grammar_active"):
+        return grammar
+    return grammar.grammar if grammar._grammar_active() else None
+
+
 def decode_alone(request: Any) -> None:
     """Decode the answer without the prompt's end (managers/schedule_batch.py, init_incremental_detokenize)."""
     request.surr_offset = request.read_offset = len(request.origin_input_ids_unpadded)

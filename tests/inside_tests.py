@@ -1,6 +1,6 @@
 """What holds of answers with items inside, of either engine. Test modules import these, and have the fixtures `engine`,
-`drafting` (the same one with speculation), `server`, and
-`own_form`: of words for an engine, the path and the fields of their own form over HTTP."""
+`drafting` (the same one with speculation), `saved` (answers of one that speculates, and how many drafts it accepted),
+`server`, and `own_form`: of words for an engine, the path and the fields of their own form over HTTP."""
 
 from __future__ import annotations
 
@@ -59,6 +59,23 @@ def test_with_speculation_the_answers_are_the_same(engine, drafting):
     for name, one, other in zip(names, engine.ask(prompts, words), drafting.ask(prompts, words), strict=True):
         assert one.text == other.text, name
         assert one.said["items"] == other.said["items"], name
+
+
+def test_what_a_set_forces_inside_an_answer_is_drafted(saved):
+    """Titles that stand alone after three words have twelve more. N-grams know them when one is given again at most."""
+    rest = "a night that nobody in the town would ever speak about again"
+    titles = [f"{who} {what} of {rest}" for who in ("Long", "Short", "Old") for what in ("story", "road", "song")]
+    field = {"enum": titles}
+    schema = {"type": "object", "properties": {"film": field, "other": field}, "required": ["film", "other"]}
+    words = {"json": schema | {"additionalProperties": False}, "max_tokens": 150, "temperature": 0}
+    alone = {"choice": titles, "max_tokens": 40, "temperature": 0}
+    asked = [words] * 4 + [alone] * 2 + [{"max_tokens": 8, "temperature": 0}]
+    plain, some = saved(asked, forced=False)
+    answers, more = saved(asked, forced=True)
+    assert [answer.text for answer in answers] == [answer.text for answer in plain]
+    assert all(set(json.loads(answer.text).values()) <= set(titles) for answer in answers[:4])
+    tokens = sum(len(answer.tokens) for answer in answers[:6])
+    assert more > max(some, tokens / 2)
 
 
 def test_after_the_end_come_stop_tokens_alone(engine):

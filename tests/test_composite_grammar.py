@@ -23,6 +23,7 @@ from real_tokenizers import NAMES
 import itemset
 from itemset import ItemSetError
 from itemset.embedded.composite_grammar import Composite, Found
+from itemset.embedded.forced import extend
 from itemset.embedded.holes import HOLES, Hole, Items, Vocabulary, warm_up
 from itemset.embedded.placement import JSON, PLACES, SLATE
 from itemset.embedded.rewrite import Marker
@@ -110,6 +111,9 @@ class Walker:
             assert taken == (token in allowed), (text, at.vocabulary.bytes[token])
             if taken:
                 composite.rollback(1)
+        forced = extend(composite, (), 3, at.vocabulary.model_words)
+        assert bool(forced) == (composite.in_set and allowed.size == 1)
+        assert not forced or forced[:1] == allowed.tolist()
         if rng.random() < 0.3:
             assert (self.mask() == row).all()
         self.masks.append(row)
@@ -151,6 +155,7 @@ class Walker:
         assert (self.mask() == self.masks[-count]).all()
         drafts = [*back, self.random.randrange(self.at.vocabulary.size)]
         assert composite.allowed_prefix(drafts)[:count] == back
+        assert extend(composite, back, count + 3, self.at.vocabulary.model_words)[:count] == back
         assert (self.mask() == self.masks[-count]).all()
         for token in back:
             assert composite.accept(token)

@@ -16,6 +16,7 @@ from strategies import item_sets
 from views import made
 
 import itemset
+from itemset.embedded.forced import extend
 from itemset.masking.host import HostState, fill_bitmasks, forced_tokens
 from itemset.select.views import filtered, without
 from itemset.trie.walk import END, FREE
@@ -44,6 +45,19 @@ def test_the_bitmask_of_every_state(items: list[list[int]]) -> None:
             assert bits(state, 70) == sorted(STOPS)
             state.rollback(1)
             assert bits(state, 70) == sorted({*tokens, *STOPS})
+
+
+@given(item_sets(65), st.integers(0, 6), st.data())
+@settings(max_examples=100, deadline=None)
+def test_what_a_set_forces_comes_after_drafts(items: list[list[int]], most: int, data: st.DataObject) -> None:
+    known = {before: (*tokens, *((66,) if ends else ())) for before, tokens, ends in prefixes(dict_trie(items))}
+    item = data.draw(st.sampled_from(items))
+    state, drafts = HostState(made(items), {66}), item[: data.draw(st.integers(0, min(most, len(item))))]
+    expected = list(drafts)
+    while len(expected) < most and len(following := known.get(tuple(expected), ())) == 1:
+        expected += following
+    assert extend(state, drafts, most, 3) == expected
+    assert state.state == 0
 
 
 @given(item_sets(70), st.lists(st.integers(0, 69), max_size=8), st.data())

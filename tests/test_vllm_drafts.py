@@ -130,6 +130,7 @@ def test_a_draft_model_on_the_host_path(engines, tiny_model, static, draft_model
     engine = engines("v1", tiny_model, speculative_config=drafting(draft_model), disable_log_stats=False, **static)
     assert [output.outputs[0].token_ids for output in engine.generate(prompts, params)] == plain
     check_lists(lists_of(engine), lists_of(without))
+    assert "On the host path no draft of draft_model is forced or masked" in engine.log()
 
 
 def test_forced_drafts_take_three_steps_an_item(engines, tiny_model, tmp_path):

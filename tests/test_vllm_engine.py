@@ -188,13 +188,12 @@ def test_ngram_speculation_changes_nothing_at_temperature_0(
     assert (filled["calls"], filled["different"]) == (filled["steps"], 0)
     assert (filled["drafts"] > 0) == (way[1] == "host")
     check_lists(lists_of(speculating), lists_of(engine))
-    assert ("On the host path no draft of ngram is forced" in speculating.log()) == (way[1] == "host")
+    assert "no draft of ngram is forced" not in speculating.log()  # it would be under asynchronous scheduling
     if runner == "v1":
         check_scores_beside_others(speculating)
-    else:
-        # On V1 vLLM's own C++ fallback for CPUs loses the temperature of every draft row (docs/serving.md).
-        sampled = speculating.generate(prompts[:12], named("ragged"))
-        assert {answer(output) for output in sampled} <= named_sets["ragged"].items
+    sampled = speculating.generate(prompts[:12], named("ragged"))
+    assert {answer(output) for output in sampled} <= named_sets["ragged"].items
+    assert "leave the item set" not in speculating.log()
 
 
 def metrics(llm) -> dict[str, float]:

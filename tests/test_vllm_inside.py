@@ -14,6 +14,7 @@ from inside_tests import *  # noqa: F403 - its tests, with the engine and the se
 from inside_tests import holding
 from models import tiny_tokenizer
 from server_tests import complete
+from test_vllm_engine import metrics
 from vllm.exceptions import VLLMValidationError
 
 COMPACT = {"backend": "static", "disable_any_whitespace": True}
@@ -35,6 +36,23 @@ def engine(runner, engines, tiny_model, options):
 def drafting(runner, engines, tiny_model, options):
     given = {"structured_outputs_config": COMPACT, "additional_config": options}
     return engines(runner, tiny_model, speculative_config=NGRAM, **given)
+
+
+@pytest.fixture
+def saved(runner, engines, tiny_model):
+    """Drafts must be known before their step begins: without asynchronous scheduling."""
+    method = {"v1": "ngram", "v2": "ngram_gpu"}[runner]
+    given = {"speculative_config": NGRAM | {"method": method, "num_speculative_tokens": 5}, "async_scheduling": False}
+
+    def ask(words, forced):
+        options = {"forced_drafts": forced, "inline_enum_size": 5, "item_set_path": "host"}
+        more = {"structured_outputs_config": COMPACT, "additional_config": options, "disable_log_stats": False}
+        engine = engines(runner, tiny_model, **given, **more)
+        before = engine.call(metrics)["vllm:spec_decode_num_accepted_tokens"]
+        answers = engine.ask([f"p {i}" for i in range(len(words))], words)
+        return answers, engine.call(metrics)["vllm:spec_decode_num_accepted_tokens"] - before
+
+    return ask
 
 
 @pytest.fixture

@@ -274,6 +274,17 @@ def on_device_path(vllm_config: Any) -> bool:
     return PROCESSOR in (vllm_config.model_config.logits_processors or ())
 
 
+NGRAM = ("ngram", "ngram_gpu")
+
+
+def forced_by_core(vllm_config: Any) -> bool:
+    """Return whether the engine core adds what sets force to the drafts of requests on the host path: it must know a
+    step's drafts before the step begins."""
+    method = getattr(vllm_config.speculative_config, "method", None)
+    known = method in NGRAM and not vllm_config.scheduler_config.async_scheduling
+    return known and StaticConfig.of(vllm_config.additional_config).forced_drafts
+
+
 ONE_TOKEN: dict[str, Any] = {"max_tokens": 1, "temperature": 0.0, "detokenize": False, "skip_clone": True}
 """Parameters of a request of ours, for a list or for scores, whose token does not matter. No other has the same."""
 

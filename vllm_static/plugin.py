@@ -7,7 +7,7 @@ from vllm_static import compat, engine_config
 
 import_present(
     "vllm_static",
-    "core.device_path", "core.draft_head", "core.hooks", "core.lists", "core.thoughts", "front.answers",
+    "core.device_path", "core.draft_head", "core.drafts", "core.hooks", "core.lists", "core.thoughts", "front.answers",
     "front.request_hooks", "v1.model_runner", "worker.child_sampling", "worker.drafts", "worker.hooks",
     "worker.list_hooks", "worker.narrow_hooks", "worker.weights",
 )  # fmt: skip

@@ -108,6 +108,11 @@ class Composite:
         return any(thread.hole < 0 and thread.matcher.matcher.is_terminated() for thread in self._history[-1])
 
     @property
+    def in_set(self) -> bool:
+        """Return whether every reading is inside an item."""
+        return all(thread.hole >= 0 for thread in self._history[-1])
+
+    @property
     def found(self) -> list[Found]:
         """Return the items so far that every reading has found, in order."""
         first, *others = (thread.found for thread in self._history[-1])

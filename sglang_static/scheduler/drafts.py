@@ -10,11 +10,16 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from itemset.embedded.forced import extend
 from itemset.masking.batch import LOCAL
+from itemset.serving.config import StaticConfig
 from itemset.trie.walk import FREE
+from sglang_static import compat
 from sglang_static.compat import hook, logger
 from sglang_static.scheduler import masks, weights
 from sglang_static.scheduler.masks import ItemSetSampler
@@ -162,9 +167,26 @@ def select_branches(original: Callable[..., Any], i: int, topk_p: Tensor) -> Any
 def prepare_drafts(original: Callable[..., Any], batch: Any) -> Any:
     """Forced tokens as drafts, in place of n-grams."""
     drafts, trees = original()
+    if not StaticConfig.of(compat.options()).forced_drafts:
+        return drafts, trees
     if (sampler := masks.current()) is not None:
         sampler.force_drafts(batch, *map(torch.from_numpy, (drafts, trees)))
+    if batch.has_grammar:
+        nodes = drafts.reshape(len(batch.reqs), -1)
+        for request, row, tree in zip(batch.reqs, nodes, trees.reshape(*nodes.shape, -1), strict=True):
+            _force_on_host(compat.in_force(request.grammar), row, tree, batch.model_config.vocab_size)
     return drafts, trees
+
+
+def _force_on_host(grammar: Any, nodes: NDArray[np.int64], tree: NDArray[np.bool_], vocab_size: int) -> None:
+    """Overwrite n-grams by a chain of what a set on the host path forces, if anything. nodes: [drafts + 1], the last
+    token first. tree: [drafts + 1, drafts + 1], which nodes are above each."""
+    if (place := getattr(grammar, "host", None)) is None:
+        return
+    if chain := extend(place, (), len(nodes) - 1, -(-vocab_size // 32)):
+        nodes[1:] = 0
+        nodes[1 : 1 + len(chain)] = chain
+        tree[:] = np.tri(len(nodes), dtype=bool)
 
 
 def warn_of_unmasked(given: Any, *, forced: bool) -> None:

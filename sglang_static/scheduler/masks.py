@@ -153,7 +153,7 @@ class ItemSetSampler:
         drafts: [requests x nodes] int64, a request's last token first. trees: [requests x nodes x nodes], which nodes
         are above each. Both are on the host, which waits for the device here as SGLang did just before.
         """
-        if not self.config.forced_drafts or not (numbers := self.numbers(batch)):
+        if not (numbers := self.numbers(batch)):
             return
         self.arena.use(numbers)
         slots, nodes = batch.req_pool_indices.long(), drafts.view(len(batch.reqs), -1)

@@ -34,6 +34,19 @@ def drafting(engines, tiny_model, files, path):
 
 
 @pytest.fixture
+def saved(engines, tiny_model, path):
+    def ask(words, forced):
+        options = {"forced_drafts": forced, "inline_enum_size": 5, "item_set_path": path}
+        drafts = NGRAM | {"speculative_num_draft_tokens": 6}
+        engine = engines(tiny_model, grammar_backend="static", **options, **COMPACT, **drafts)
+        answers = engine.ask([f"p {i}" for i in range(len(words))], words)
+        steps = sum(answer.said["spec_verify_ct"] for answer in answers)
+        return answers, sum(len(answer.tokens) - 1 for answer in answers) - steps
+
+    return ask
+
+
+@pytest.fixture
 def own_form():
     """In the `sampling_params` of `/generate`."""
     return lambda words: ("/generate", {"text": "p", "sampling_params": sampling_params(words)})

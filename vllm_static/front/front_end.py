@@ -67,7 +67,7 @@ class FrontEnd(FrontEndBase):
         on_device, speculative = compat.on_device_path(vllm_config), vllm_config.speculative_config
         reason = None if on_device else str(config.why_on_host(compat.why_host_path(vllm_config)))
         self._begin("Structured output backend", reason, here=compat.answers_here_at_once(vllm_config))
-        if self.host_path and speculative is not None:
+        if self.host_path and speculative is not None and not compat.forced_by_core(vllm_config):
             logger.warning(
                 "On the host path no draft of %s is forced or masked: those of requests with an item set are cut where "
                 "they leave it, and most of them do.",

@@ -27,6 +27,17 @@ _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 _WEIGHED = "static_weighed"  # attribute of the runner in a step: rows that ask, their temperatures, all tokens' mass
 
 
+@hook("vllm.v1.sample.rejection_sampler:expand_batch_to_tokens", when=IMPORTED, why="drafts on CPUs lose temperatures")
+def expand(
+    original: Callable[..., Tensor], x: Tensor, cu_num_tokens: Tensor, replace_from: Any, replace_to: Any
+) -> Tensor:
+    """V1 on a CPU: vLLM's kernel writes into a copy (utils/cpu_triton_utils.py, _expand_kernel_impl)."""
+    if x.device.type != "cpu":
+        return original()
+    drafts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
+    return x.where(x != replace_from, replace_to).repeat_interleave(drafts)
+
+
 @hook(f"{_RUNNER}.sample_tokens", when=IMPORTED, always=True)
 def sample_tokens(original: Callable[..., Any], self: Any, grammar_output: Any) -> Any:
     """V1: an answer's weight needs its logits as they were before the mask."""

@@ -1,21 +1,24 @@
 """Drafts that stay in their sets, in the worker: draft models are masked, and forced tokens are proposed as they are.
 
-Both look at the same cells as verification does, and walk a request's drafts so far from there: a draft has no state of
-its own that could go wrong. What runs here may be recorded in vLLM's CUDA graphs, so it reads fixed buffers only.
+On the device path both look at the same cells as verification does, and walk a request's drafts so far from there: a
+draft has no state of its own that could go wrong. What runs here may be recorded in vLLM's CUDA graphs, so it reads
+fixed buffers only. On the host path the engine core decides.
 """
 
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakValueDictionary
 
+import torch
 from torch import Tensor
 
+from itemset.masking.slots import as_table
+from itemset.serving.hooks import IMPORTED
 from vllm_static import compat
 from vllm_static.compat import hook, logger
 
 SPECULATION = "Checked in workers that speculate on the device path"  # whose modules are too heavy to import elsewhere
 
-NGRAM = ("ngram", "ngram_gpu")
 UNMASKED = {
     "dflash": "it draws all drafts of a step at once",
     "dspark": "it has a sampler of its own",
@@ -32,7 +35,7 @@ def install(processor: Any, speculative: Any, *, forced: bool) -> None:
     """Let this processor mask the drafts that are proposed under this speculative configuration. Raises RuntimeError if
     vLLM lacks a hook. forced: let forced tokens take the place of what an n-gram drafter proposes."""
     compat.install(SPECULATION)
-    if forced or speculative.method not in NGRAM:
+    if forced or speculative.method not in compat.NGRAM:
         _processors[id(speculative)] = processor
     reduced = "use_local_argmax_reduction makes no draft logits" if speculative.use_local_argmax_reduction else None
     if unmasked := reduced or UNMASKED.get(speculative.method):
@@ -73,3 +76,16 @@ def _propose(original: Callable[..., Tensor], self: Any, input_batch: Any, dummy
     if processor is not None and not dummy_run:
         processor.force_drafts(drafts, input_batch.idx_mapping, input_batch.idx_mapping_np)
     return drafts
+
+
+@hook("vllm.v1.worker.gpu.model_runner:GPUModelRunner.gather_batch_req_state", when=IMPORTED)
+def _take_drafts(original: Callable[..., Any], self: Any, scheduler_output: Any, dummy_run: bool) -> Any:
+    """On the host path, what the engine core has made of the drafts takes the place of those on the device."""
+    drafts = {} if dummy_run else scheduler_output.scheduled_spec_decode_tokens
+    known = {request: tokens for request, tokens in drafts.items() if tokens and tokens[0] >= 0}
+    if known and compat.forced_by_core(self.vllm_config):
+        states = self.req_states
+        slots = torch.tensor([states.req_id_to_index[request] for request in known])
+        table = as_table(list(known.values()), states.draft_tokens.shape[1])
+        states.draft_tokens[slots.to(self.device)] = table.to(states.draft_tokens)
+    return original()

@@ -20,7 +20,7 @@ from pools import Pool
 from servers import Server
 from sets import NamedSet, named_options, token_sets
 
-TESTS_OF = ("engine", "inside", "live", "ranking", "refusal", "server", "weight")  # one body for both engines
+TESTS_OF = ("draft", "engine", "inside", "live", "ranking", "refusal", "server", "weight")  # one body for both engines
 pytest.register_assert_rewrite("live", *(f"{subject}_tests" for subject in TESTS_OF))
 
 # Where Python is told to write no bytecode, every engine would compile our sources again as it starts.

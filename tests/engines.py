@@ -200,6 +200,13 @@ class Engine(HostedEngine):
         outputs = self.generate(_tokens(prompts), params if isinstance(words, list) else params[0])
         return [answered(one) for output in outputs for one in output.outputs]
 
+    def logits(self, prefix: list[int], tokens: list[int]) -> list[float]:
+        """The model's own of these tokens after PROMPT and a prefix, up to a constant."""
+        from vllm import SamplingParams
+
+        (output,) = self.generate(_tokens([[*PROMPT, *prefix]]), SamplingParams(max_tokens=1, logprobs=-1))
+        return [output.outputs[0].logprobs[0][token].logprob for token in tokens]
+
     @property
     def refusal(self) -> type[Exception]:
         """What a refused request raises."""

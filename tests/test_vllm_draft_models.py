@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from draft_models import cached_tiny_eagle, cached_tiny_eagle3, cached_tiny_mimo
-from ranking_tests import check_lists, lists_of
+from draft_tests import NAMES, check_distribution, check_same, greedy, saved, uneven
+from engine_words import asked
 from samples import exact
-from test_vllm_drafts import logits_behind, spoken, watch_drafts, watched
-from test_vllm_engine import CITIES, answer, inline, named, on_path
-from vllm import SamplingParams
+from test_vllm_drafts import spoken, watch_drafts, watched
+from test_vllm_engine import on_path
 
-import itemset
-
-NAMES = ["fixed", "ragged", "prefixes", "large", "one"]
 CHUNKED = {"max_num_batched_tokens": 32}  # what 8 requests verify in a step; a longer prompt takes several
 
 
@@ -53,15 +49,8 @@ def test_answers_are_those_without_speculation(speculating, engines, plain):
 
 
 def check_answers_and_lists(speculating: Any, without: Any) -> None:
-    params = [named(name, temperature=0) for name in NAMES]
-    params += [inline(CITIES, temperature=0), SamplingParams(temperature=0, max_tokens=9)]
-    prompts = [{"prompt_token_ids": list(range(3 + i, 12 + 9 * i))} for i in range(len(params))]
-    drafted, expected = (
-        [output.outputs[0].token_ids for output in engine.generate(prompts, params)]
-        for engine in (speculating, without)
-    )
-    assert drafted == expected
-    check_lists(lists_of(speculating), lists_of(without))
+    words = greedy(NAMES)
+    check_same(speculating, without, uneven(len(words)), words)
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp"])
@@ -75,20 +64,20 @@ def test_the_same_on_the_host_path(engines, tiny_model, static, method):
 def test_drafts_and_answers_stay_in_their_sets(speculating, named_sets, kind):
     """Also at a temperature at which the logit of a token that the draft model lacks is divided by next to nothing."""
     names = NAMES * 2
-    params = [named(name, temperature=temperature) for temperature in (0.02, 1) for name in NAMES]
-    params += [SamplingParams(max_tokens=9)]
-    prompts = [f"p {i}" for i in range(len(params))]
+    words = [asked(name, temperature=temperature) for temperature in (0.02, 1) for name in NAMES]
+    words += [{"max_tokens": 9}]
+    prompts = [f"p {i}" for i in range(len(words))]
     begun = spoken(speculating)
     speculating.call(watch_drafts)
-    outputs = speculating.generate(prompts, params)
+    answers = speculating.ask(prompts, words)
     checked, illegal, compiled = speculating.call(watched)
     masked = spoken(speculating)
     speculating.call(lift_masks)
-    speculating.generate(prompts, params)
+    speculating.ask(prompts, words)
     unmasked = spoken(speculating)
     speculating.close()  # its processor is patched
-    for name, output in zip(names, outputs, strict=False):
-        assert answer(output) in named_sets[name].items
+    for name, answer in zip(names, answers, strict=False):
+        assert answer.item in named_sets[name].items
     assert (illegal, compiled) == (0, 0)
     assert checked > 30
     (drafted, accepted), (drafted_without, accepted_without) = np.diff([begun, masked, unmasked], axis=0)
@@ -105,19 +94,11 @@ def lift_masks(llm: Any) -> None:
 def test_tokens_that_the_draft_model_lacks_are_drawn_by_their_distribution(engines, odd_model, tmp_path):
     """Chi-square over items. Behind 101 it knows no legal token: what it draws must be what it says that it draws."""
     items = [[101, 201], [101, 203], [101, 205], [103, 201], [103, 202]]
-    itemset.build(items).save(tmp_path / "few.itemset")
     common = {
         "structured_outputs_config": {"backend": "static"},
-        "additional_config": {"item_sets": {"few": str(tmp_path / "few.itemset")}, "item_set_path": "device"},
+        "additional_config": {"item_sets": saved(tmp_path, items), "item_set_path": "device"},
     }
-    prompt, samples = [7, 8, 9], 240
     plain = engines("v2", odd_model, logprobs_mode="raw_logits", max_logprobs=1013, **common)
-    expected = exact(items, lambda *behind: logits_behind(plain, prompt, *behind)) * samples
     config = drafting("eagle3 drawn", odd_model)
     engine = engines("v2", odd_model, speculative_config=config, max_num_seqs=24, **common)
-    params = named("few", temperature=1 / 3, n=samples // 8)
-    outputs = engine.generate([{"prompt_token_ids": prompt}] * 8, params)
-    counts = Counter(tuple(part.token_ids[:-1]) for output in outputs for part in output.outputs)
-    observed = np.array([counts[tuple(item)] for item in items])
-    assert observed.sum() == samples
-    assert ((observed - expected) ** 2 / expected).sum() < 18.5, (observed, expected)  # 4 degrees of freedom, 99.9 %
+    check_distribution(engine, exact(items, plain.logits), items)

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import numpy as np
 import pytest
+from draft_tests import check_distribution, check_same, check_sampled, greedy, saved
 from live import Films
 from models import cached_tiny_llama
-from ranking_tests import check_lists, lists_of
-from samples import FEW, SAMPLES, TEMPERATURE, exact
-from test_vllm_engine import CITIES, answer, inline, metrics, named, on_path, sampled
-from vllm import SamplingParams
+from samples import FEW, SAMPLES, exact
+from test_vllm_engine import answer, metrics, named, on_path, sampled
 from vllm.exceptions import VLLMValidationError
 
 import itemset
 
-DRAWN = [7, 8, 9]  # the prompt of distributions
 FORCED = {"method": "ngram_gpu", "num_speculative_tokens": 7, "prompt_lookup_max": 4}
 
 
@@ -59,27 +56,17 @@ def speculating(engines, tiny_model, device, draft_model):
 
 @pytest.mark.parametrize("kind", ["greedy", "probabilistic", "forced"])
 def test_answers_are_those_without_speculation(speculating, engines, tiny_model, device, named_sets, kind):
-    params = [named(name, temperature=0) for name in named_sets for _ in range(2)]
-    params += [inline(CITIES, temperature=0), SamplingParams(temperature=0, max_tokens=9)]
-    prompts = [f"prompt {i}" for i in range(len(params))]
-    without = engines("v2", tiny_model, **device)
-    plain = [output.outputs[0].token_ids for output in without.generate(prompts, params)]
-    engine = speculating(kind)
-    assert [output.outputs[0].token_ids for output in engine.generate(prompts, params)] == plain
+    words = greedy([*named_sets] * 2)
+    without, engine = engines("v2", tiny_model, **device), speculating(kind)
+    check_same(engine, without, [f"prompt {i}" for i in range(len(words))], words)
     drafted, accepted = spoken(engine)
     assert drafted >= accepted > drafted / 4
     assert "drafts" in engine.call(sampled)
-    check_lists(lists_of(engine), lists_of(without))
 
 
 @pytest.mark.parametrize("kind", ["greedy", "probabilistic", "forced"])
 def test_sampled_answers_stay_in_their_sets(speculating, named_sets, kind):
-    names = [name for name in named_sets for _ in range(3)]
-    others = [SamplingParams(max_tokens=7), inline(CITIES)]
-    outputs = speculating(kind).generate([f"p {i}" for i in range(len(names) + 2)], [*map(named, names), *others])
-    for name, output in zip(names, outputs, strict=False):
-        assert answer(output) in named_sets[name].items
-    assert outputs[-1].outputs[0].text in CITIES
+    check_sampled(speculating(kind), named_sets, [*named_sets] * 3)
 
 
 @pytest.mark.parametrize("kind", ["greedy", "probabilistic", "forced"])
@@ -123,13 +110,10 @@ def watched(llm: Any) -> tuple[int, int, int]:
 
 def test_a_draft_model_on_the_host_path(engines, tiny_model, static, draft_model, named_sets):
     """Model runner V1 cuts drafts at the first that leaves the set, and rolls back what is rejected."""
-    params = [named(name, temperature=0) for name in named_sets] + [inline(CITIES, temperature=0)]
-    prompts = [f"p {i}" for i in range(len(params))]
+    words = greedy([*named_sets])
     without = engines("v1", tiny_model, **static)
-    plain = [output.outputs[0].token_ids for output in without.generate(prompts, params)]
-    engine = engines("v1", tiny_model, speculative_config=drafting(draft_model), disable_log_stats=False, **static)
-    assert [output.outputs[0].token_ids for output in engine.generate(prompts, params)] == plain
-    check_lists(lists_of(engine), lists_of(without))
+    engine = engines("v1", tiny_model, speculative_config=drafting(draft_model), **static)
+    check_same(engine, without, [f"p {i}" for i in range(len(words))], words)
     assert "On the host path no draft of draft_model is forced or masked" in engine.log()
 
 
@@ -155,11 +139,9 @@ def test_forced_drafts_take_three_steps_an_item(engines, tiny_model, tmp_path):
 @pytest.fixture(scope="module")
 def few(tmp_path_factory):
     """The arguments of an engine with the set FEW on the device path."""
-    path = tmp_path_factory.mktemp("few") / "few.itemset"
-    itemset.build(FEW).save(path)
     return {
         "structured_outputs_config": {"backend": "static"},
-        "additional_config": {"item_sets": {"few": str(path)}, "item_set_path": "device"},
+        "additional_config": {"item_sets": saved(tmp_path_factory.mktemp("few"), FEW), "item_set_path": "device"},
         "max_num_seqs": 64,
         "max_logprobs": 1013,
     }
@@ -171,13 +153,11 @@ def expected(engines, odd_model, few):
     plain = engines("v2", odd_model, logprobs_mode="raw_logits", timeout=300, **few)
     with pytest.raises(VLLMValidationError, match=r"raw_logits.* ranked list adds log-probabilities up: start it with"):
         plain.rank(2, item_set="few")
-    return exact(FEW, lambda *after: logits_behind(plain, DRAWN, *after))
+    return exact(FEW, plain.logits)
 
 
 @pytest.mark.parametrize("kind", ["plain", "greedy", "probabilistic", "forced"])
 def test_speculation_leaves_the_distribution_exact(engines, odd_model, few, expected, kind):
-    """Chi-square over whole items, each drawn with its drafts, against the model's probabilities without any."""
-    samples = SAMPLES // 64 * 8
     draft = str(cached_tiny_llama(vocab_size=1013, seed=1))
     config = {
         "plain": None,
@@ -188,18 +168,7 @@ def test_speculation_leaves_the_distribution_exact(engines, odd_model, few, expe
     engine = engines(
         "v2", odd_model, timeout=120 + SAMPLES / 10, **({"speculative_config": config} if config else {}), **few
     )
-    params = named("few", temperature=TEMPERATURE, n=samples // 8)
-    counts: Counter[tuple[int, ...]] = Counter()
-    for output in engine.generate([{"prompt_token_ids": DRAWN}] * 8, params):
-        counts.update(tuple(token for token in part.token_ids if token != 1) for part in output.outputs)
-    observed = np.array([counts[tuple(item)] for item in FEW])
-    assert observed.sum() == samples
-    assert ((observed - expected * samples) ** 2 / (expected * samples)).sum() < 20.5  # 5 degrees of freedom, 99.9 %
-
-
-def logits_behind(engine, prompt: list[int], prefix: list[int], tokens: list[int]) -> list[float]:
-    (output,) = engine.generate([{"prompt_token_ids": prompt + prefix}], SamplingParams(max_tokens=1, logprobs=1013))
-    return [output.outputs[0].logprobs[0][token].logprob for token in tokens]
+    check_distribution(engine, expected, FEW)
 
 
 def test_drafts_that_cannot_be_masked_are_named_in_the_log(engines, tiny_model, device, draft_model, named_sets):
@@ -208,8 +177,7 @@ def test_drafts_that_cannot_be_masked_are_named_in_the_log(engines, tiny_model, 
     assert (
         "Drafts of draft_model are not masked by item sets (use_local_argmax_reduction makes no draft" in engine.log()
     )
-    for output in engine.generate([f"p {i}" for i in range(6)], named("fixed")):
-        assert answer(output) in named_sets["fixed"].items
+    check_sampled(engine, named_sets, ["fixed"] * 6)
 
 
 def test_a_version_that_is_published_while_drafts_are_forced(engines, tiny_model, tmp_path):

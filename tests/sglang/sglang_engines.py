@@ -100,6 +100,13 @@ class Engine(HostedEngine):
         found = self.generate(**{kind: prompts}, sampling_params=given, return_logprob=logprobs)
         return [answered(one) for one in found]
 
+    def logits(self, prefix: list[int], tokens: list[int]) -> list[float]:
+        """The model's own of these tokens after PROMPT and a prefix, up to a constant."""
+        given = {"sampling_params": {"max_new_tokens": 1, "temperature": 1.0}, "token_ids_logprob": tokens}
+        output = self.generate(input_ids=[*PROMPT, *prefix], return_logprob=True, **given)
+        (entries,) = output["meta_info"]["output_token_ids_logprobs"]
+        return [entry[0] for entry in entries]
+
     def rank(self, n: int, prompts: Any = (PROMPT, PROMPT), **words: Any) -> list[Found]:
         """A list of each prompt: of SGLang's `beam_width`, or of `width` beams and then its first n items."""
         beams = words.pop("width", n)

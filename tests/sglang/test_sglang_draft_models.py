@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from asking import CITIES, EOS, answer, inline, named, prompts
+from asking import EOS, answer, named, prompts
+from draft_tests import NAMES, check_same, check_sampled, greedy, uneven
 from pools import Pool
-from ranking_tests import check_lists, lists_of
 from sets import FIRST, LAST, NamedSet
 from sglang_draft_models import EVEN, cached_sglang_eagle, cached_sglang_eagle3, token_map
 from sglang_engines import draft_model
@@ -20,7 +20,6 @@ import itemset
 STEPS = 3  # drafts of a chain
 # The tokens that each kind of head can draft. -map: EAGLE with some tokens only, as a file says. -tree: in trees.
 KNOWN: dict[str, Container[int]] = {"eagle": range(LAST), "eagle3": EVEN, "eagle-map": EVEN, "eagle-tree": range(LAST)}
-NAMES = ["fixed", "ragged", "prefixes", "large", "one"]
 
 Start = Callable[..., Any]
 Outputs = list[dict[str, Any]]
@@ -74,39 +73,23 @@ def speculating(kind: str, start: Start, tiny_model: Path, half: Path) -> Any:
     return start(**arguments)
 
 
-def asked() -> dict[str, Any]:
-    """Requests of all sorts, with prompts that are prefilled whole and in up to three parts."""
-    params = [named(name, temperature=0) for name in [*NAMES, "lone"]]
-    params += [inline(CITIES, temperature=0), {"regex": "[0-9]{3}", "temperature": 0}]
-    params += [{"temperature": 0, "max_new_tokens": 10}]
-    return {"input_ids": [list(range(3 + i, 12 + 9 * i)) for i in range(len(params))], "sampling_params": params}
-
-
-@pytest.fixture(scope="session")
-def without(start: Start) -> tuple[list[list[int]], list[Any]]:
-    """The answers and the ranked lists without speculation."""
-    engine = start()
-    return [output["output_ids"] for output in engine.generate(**asked())], lists_of(engine)
+@pytest.fixture
+def without(start: Start) -> Any:
+    return start()
 
 
 @every_kind
-def test_answers_and_lists_are_those_without_speculation(
-    without: tuple[list[list[int]], list[Any]], speculating: Any
-) -> None:
-    answers, lists = without
-    assert [output["output_ids"] for output in speculating.generate(**asked())] == answers
-    check_lists(lists_of(speculating), lists)
+def test_answers_and_lists_are_those_without_speculation(without: Any, speculating: Any) -> None:
+    words = [*greedy([*NAMES, "lone"]), {"regex": "[0-9]{3}", "temperature": 0}]
+    check_same(speculating, without, uneven(len(words)), words)
 
 
 @every_kind
 def test_sampled_answers_stay_in_their_sets(speculating: Any, named_sets: dict[str, NamedSet]) -> None:
-    names = NAMES * 6
-    outputs = speculating.generate(input_ids=prompts(len(names)), sampling_params=list(map(named, names)))
-    for name, output in zip(names, outputs, strict=True):
-        assert output["output_ids"][-1] == EOS
-        assert answer(output) in named_sets[name].items
+    answers = check_sampled(speculating, named_sets, NAMES * 6)
+    assert {answer.tokens[-1] for answer in answers} == {EOS}
     # Without masks, none of these random drafts is accepted.
-    told = sum(verified(outputs)), sum(len(output["output_ids"]) - 1 for output in outputs)
+    told = sum(one.said.get("spec_verify_ct", 0) for one in answers), sum(len(one.tokens) - 1 for one in answers)
     assert told[0] < 0.8 * told[1], told
 
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from asking import CITIES, answer, inline, named, prompts
+from asking import answer, named, prompts
+from draft_tests import check_distribution, check_same, check_sampled, greedy, repeating, saved
+from engine_words import Answer, asked
 from models import cached_tiny_llama
-from ranking_tests import check_lists, lists_of
-from samples import FEW, SAMPLES, TEMPERATURE, exact
+from samples import FEW, SAMPLES, exact
 from sets import FIRST, LAST
 from sglang_engines import NGRAM, draft_model
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,12 +28,6 @@ from sglang_static.scheduler.masks import ItemSetSampler, parents_of
 COMPILES = "a GPU would compile"  # cpu/interpreted_triton.py
 
 
-def repetitive(items: list[tuple[int, ...]], count: int) -> list[list[int]]:
-    """Prompts that hold items twice over: their n-grams propose some drafts inside the set, and some outside."""
-    turned = [items[i:] + items[:i] for i in range(count)]
-    return [([token for item in some for token in item] * 2 + list(some[0][:1]))[-150:] for some in turned]
-
-
 @pytest.fixture(scope="session")
 def speculation():
     """The arguments of an engine that speculates: by n-grams, by a draft model in chains, or by one in trees."""
@@ -45,37 +39,34 @@ def speculation():
 @pytest.mark.parametrize("kind", ["ngram", "chain", "tree"])
 def test_answers_are_those_without_speculation(static, path, named_sets, speculation, kind, overlap):
     kernels, count = ("triton", 2) if (path, overlap) == ("device", "1") else ("numba", 4)  # the interpreter is slow
-    asked, params = [], []
+    asking, words = [], []
     for name in ("large", "ragged", "prefixes"):
-        asked += repetitive(sorted(named_sets[name].items)[:6], count)
-        params += [named(name, temperature=0)] * count
-    asked += prompts(4)
-    params += [inline(CITIES, temperature=0), {"regex": "[0-9]{3}", "temperature": 0}, named("one", temperature=0)]
-    params += [{"temperature": 0, "max_new_tokens": 10}]
-    plain, lists = static(path).generate(input_ids=asked, sampling_params=params), lists_of(static(path))
+        asking += repeating(sorted(named_sets[name].items)[:6], count)
+        words += [asked(name, temperature=0)] * count
+    words += [*greedy(["one"]), {"regex": "[0-9]{3}", "temperature": 0}]
+    asking += prompts(4)
+    plain = static(path)
     engine = static(path, env={"TESTS_SGLANG_OVERLAP": overlap}, item_set_kernels=kernels, **speculation[kind])
     compiled = engine.log().count(COMPILES)
-    for _ in range(2):  # the second time, the n-grams of the first answers propose them
-        outputs = engine.generate(input_ids=asked, sampling_params=params)
-        assert [output["output_ids"] for output in outputs] == [output["output_ids"] for output in plain]
-    check_lists(lists_of(engine), lists)
+    first = engine.ask(asking, words)
+    answers = check_same(engine, plain, asking, words)  # now the n-grams of the first answers propose them
+    assert [answer.tokens for answer in answers] == [answer.tokens for answer in first]
     if kernels == "triton":
         assert engine.log().count(COMPILES) == compiled > 0  # all at the start
-    steps = sum(len(output["output_ids"]) - 1 for output in outputs)  # that no accepted draft would spare
-    if kind == "ngram" or path == "device":
-        assert 0 < verifications(outputs) < steps
-    else:  # a random model's drafts, not masked, are hardly ever legal
-        assert 0 < verifications(outputs) <= steps
-    names = list(named_sets) * 2
-    sampled = engine.generate(input_ids=prompts(len(names)), sampling_params=list(map(named, names)))
-    for name, output in zip(names, sampled, strict=True):
-        assert answer(output) in named_sets[name].items
+    check_verified(answers, kind == "ngram" or path == "device")
+    check_sampled(engine, named_sets, [*named_sets] * 2)
     assert "sets were read UNNAMED" not in engine.log()  # cpu/sitecustomize.py
 
 
 def verifications(outputs: list[dict]) -> int:
     """Steps that verified drafts, summed over the requests."""
     return sum(output["meta_info"].get("spec_verify_ct", 0) for output in outputs)
+
+
+def check_verified(answers: list[Answer], accepted: bool) -> None:
+    """Fewer steps than tokens if drafts are accepted; a random model's are hardly ever legal if they are not masked."""
+    steps = sum(answer.said.get("spec_verify_ct", 0) for answer in answers)
+    assert 0 < steps <= sum(len(answer.tokens) - 1 for answer in answers) - accepted
 
 
 @pytest.mark.parametrize("kind", ["chain", "tree"])
@@ -130,40 +121,21 @@ def test_nothing_is_forced_before_the_end_of_a_thought(static, named_sets):
 
 @pytest.mark.parametrize("kind", ["plain", "ngram", "chain", "tree"])
 def test_speculation_leaves_the_distribution_exact(engines, odd_model, tmp_path, path, kind):
-    """Chi-square over whole items against the model's own probabilities, renormalised over the legal tokens."""
-    itemset.build(FEW).save(tmp_path / "few.itemset")
     draft = cached_tiny_llama(vocab_size=1013, seed=1)
     speculation = {"ngram": NGRAM, "chain": draft_model(draft), "tree": draft_model(draft, topk=2)}.get(kind, {})
     engine = engines(
         odd_model,
         grammar_backend="static",
-        item_sets={"few": str(tmp_path / "few.itemset")},
+        item_sets=saved(tmp_path, FEW),
         item_set_path=path,
         max_running_requests=64,
         env={"TESTS_SGLANG_OVERLAP": "1"},
         timeout=120 + SAMPLES / 10,
         **speculation,
     )
-    prompt, samples = [7, 8, 9], SAMPLES // 8
-    expected = exact(FEW, lambda *behind: logits_behind(engine, prompt, *behind)) * samples
-    outputs = engine.generate(input_ids=[prompt] * samples, sampling_params=named("few", temperature=TEMPERATURE))
-    counts = Counter(answer(output) for output in outputs)
-    observed = np.array([counts[tuple(item)] for item in FEW])
-    assert observed.sum() == samples
-    assert ((observed - expected) ** 2 / expected).sum() < 20.5  # 5 degrees of freedom, 99.9 %
+    answers = check_distribution(engine, exact(FEW, engine.logits), FEW)
     if kind == "ngram" or (kind != "plain" and path == "device"):
-        assert verifications(outputs) < sum(len(output["output_ids"]) - 1 for output in outputs)
-
-
-def logits_behind(engine, prompt: list[int], prefix: list[int], tokens: list[int]) -> list[float]:
-    output = engine.generate(
-        input_ids=prompt + prefix,
-        sampling_params={"max_new_tokens": 1, "temperature": 1.0},
-        return_logprob=True,
-        token_ids_logprob=tokens,
-    )
-    (entries,) = output["meta_info"]["output_token_ids_logprobs"]
-    return [entry[0] for entry in entries]
+        check_verified(answers, True)
 
 
 @pytest.mark.parametrize("seed", range(20))

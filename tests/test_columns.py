@@ -183,21 +183,6 @@ def test_archives_of_numpy(tmp_path: Path) -> None:
         read(tmp_path / "b.npz", column="codes", key="sku")
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("a.pkl", "a pickle can run any code"),
-        ("a.pt", "a pickle can run any code"),
-        ("a.xlsx", "unknown suffix '.xlsx', use one of .txt"),
-        ("a.parquet.gz", "cannot be read"),
-    ],
-)
-def test_what_is_not_read(tmp_path: Path, name: str, message: str) -> None:
-    (tmp_path / name).write_bytes(b"abc")
-    with pytest.raises(ItemSetError, match=message):
-        read(tmp_path / name)
-
-
 def test_tabs_in_a_txt(tmp_path: Path) -> None:
     path = tmp_path / "info.txt"
     path.write_text("<a_1><b_2>\tToy\t0\n<a_1><b_3>\tBoat\t1\n")

@@ -147,16 +147,6 @@ def test_npy(tmp_path, dtype, order):
     assert source.tokens.tokens.dtype.isnative
 
 
-def test_refused_paths(tmp_path):
-    (tmp_path / "folder.csv").mkdir()
-    assert "no file" in refusal(tmp_path / "a.csv")
-    assert "folder" in refusal(tmp_path / "folder.csv")
-    message = refusal(write(tmp_path / "a.xlsx", "x"))
-    assert "'.xlsx'" in message
-    assert ".parquet" in message
-    assert "''" in refusal(write(tmp_path / "noname", "x"))
-
-
 @pytest.mark.parametrize("suffix", ["txt", "npy", *TABLES])
 def test_empty_file(tmp_path, suffix):
     assert "is empty" in refusal(write(tmp_path / f"a.{suffix}", b""))
@@ -180,12 +170,6 @@ def test_missing_values(tmp_path, suffix, column, row):
     assert f"row {row} has no value in column {column!r}" in message
 
 
-@pytest.mark.parametrize("suffix", TABLES)
-def test_float_keys(tmp_path, suffix):
-    path = write_table(tmp_path / f"a.{suffix}", {"t": ["a", "b"], "k": [1.0, 2.0]})
-    assert "integers" in refusal(path, column="t", key="k")
-
-
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 @pytest.mark.parametrize("values", [[1, 2], [1.5, 2.5], [True, False], [[0.5], [1.5]], [{"x": 1}] * 2])
 def test_columns_of_a_wrong_type(tmp_path, suffix, values):
@@ -197,25 +181,60 @@ def test_columns_of_a_wrong_type(tmp_path, suffix, values):
         assert "keys" in refusal(path, column="ok", key="t")
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_list_keys(tmp_path, suffix):
-    path = write_table(tmp_path / f"a.{suffix}", {"t": ["a"], "k": [[1]]})
-    assert "keys must be integers or strings" in refusal(path, column="t", key="k")
+TITLED: dict[str, str] = {"column": "t"}
+BAD: list[tuple[str, str | bytes, dict[str, str], str]] = [  # a file, what it holds, how it is read, what is said
+    ("a.xlsx", "x", {}, "unknown suffix '.xlsx', use one of .txt, .npy"),
+    ("a.xlsx", "x", {}, ".json, .parquet"),
+    ("noname", "x", {}, "unknown suffix ''"),
+    ("a.csv", "t,k\na,1\nb,2,3\n", TITLED, "row 2 has 3 fields, not 2"),
+    ("a.csv", b"t,k\n\xff,1\n", TITLED, "row 1 is not UTF-8: save it as UTF-8, or give its encoding"),
+    ("a.csv", "t,t\na,1\n", TITLED, "more than one column 't'"),
+    ("a.csv", "t,k\n", TITLED, "no rows"),
+    ("a.jsonl", '{"t": [1, 2]}\n{"t": [1.5]}\n', {}, "row 2: column 't' holds [1.5]"),
+    ("a.jsonl", '{"t": [1, 2]}\n{"t": ["a"]}\n', {}, "row 2: column 't' holds ['a']"),
+    ("a.jsonl", f'{{"t": [1, 2]}}\n{{"t": [{2**64}]}}\n', {}, f"row 2: column 't' holds [{2**64}]"),
+    ("a.jsonl", '[\n{"t": "a"}\n]\n', {}, "row 1 is no JSON object"),
+    ("a.jsonl", "\n\n", {}, "row 1 is no JSON object"),
+    ("a.txt", "[1, 2]\n[3]\n", {}, "are lists written as text: save them as a column"),
+    ("a.txt", '["<a_1>", "<b_2>"]\n["<a_1>"]\nx\n', {}, "are lists written as text"),
+    ("a.txt", "(5, 6)\n(7, 8)\n", {}, "are lists written as text"),
+    ("a.txt", "[5 6]\n", {}, "are lists written as text"),
+    ("a.txt", "a\nb\n\nc\n", {}, "line 3 is blank"),
+    ("a.txt", "a\n \t\r\nc\n", {}, "line 2 is blank"),
+    ("a.txt", b"\xef\xbb\xbfa\n\xff\n", {}, "line 2 is not UTF-8"),
+    ("a.txt", "a\n", TITLED, "no columns"),
+    ("a.txt", "a\n", {"key": "t"}, "no columns"),
+    ("a.parquet", b"PAR1 but not really, no", {}, "cannot be read"),
+    ("a.parquet.gz", b"abc", {}, "cannot be read"),
+    ("a.pkl", b"abc", {}, "a pickle can run any code"),
+    ("a.pt", b"abc", {}, "a pickle can run any code"),
+]
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_missing_token(tmp_path, suffix):
-    path = write_table(tmp_path / f"a.{suffix}", {"t": [[1, 2], [3], [4, None]]})
-    assert "row 3: a list in column 't' holds a missing value" in refusal(path)
+@pytest.mark.parametrize(("name", "data", "options", "words"), BAD)
+def test_a_bad_file_is_refused(tmp_path, name, data, options, words):
+    assert words in refusal(write(tmp_path / name, data), **options)
 
 
-def test_bad_csv(tmp_path):
-    assert "row 2 has 3 fields, not 2" in refusal(write(tmp_path / "a.csv", "t,k\na,1\nb,2,3\n"), column="t")
-    assert "row 1 is not UTF-8: save it as UTF-8, or give its encoding" in refusal(
-        write(tmp_path / "a.csv", b"t,k\n\xff,1\n"), column="t"
-    )
-    assert "more than one column 't'" in refusal(write(tmp_path / "a.csv", "t,t\na,1\n"), column="t")
-    assert "no rows" in refusal(write(tmp_path / "a.csv", "t,k\n"), column="t")
+KEYED = {"column": "t", "key": "k"}
+BAD_TABLES = [
+    (TABLES, {"t": ["a", "b"], "k": [1.0, 2.0]}, KEYED, "integers"),
+    (["jsonl", "parquet"], {"t": ["a"], "k": [[1]]}, KEYED, "keys must be integers or strings"),
+    (["jsonl", "parquet"], {"t": [[1, 2], [3], [4, None]]}, {}, "row 3: a list in column 't' holds a missing value"),
+    (["parquet"], {"t": pa.array([], pa.string())}, {}, "no rows"),
+]
+
+
+@pytest.mark.parametrize(("suffixes", "columns", "options", "words"), BAD_TABLES)
+def test_a_bad_table_is_refused(tmp_path, suffixes, columns, options, words):
+    for suffix in suffixes:
+        assert words in refusal(write_table(tmp_path / f"a.{suffix}", columns), **options)
+
+
+def test_paths_that_are_no_files(tmp_path):
+    (tmp_path / "folder.csv").mkdir()
+    assert "no file" in refusal(tmp_path / "a.csv")
+    assert "folder" in refusal(tmp_path / "folder.csv")
 
 
 @pytest.mark.parametrize(
@@ -237,27 +256,8 @@ def test_bad_json_row(tmp_path, line, words):
     assert words in message
 
 
-@pytest.mark.parametrize(("value", "words"), [("[1.5]", "[1.5]"), ('["a"]', "['a']"), (f"[{2**64}]", str(2**64))])
-def test_bad_json_token(tmp_path, value, words):
-    message = refusal(write(tmp_path / "a.jsonl", f'{{"t": [1, 2]}}\n{{"t": {value}}}\n'))
-    assert "row 2: column 't'" in message
-    assert words in message
-
-
 def test_json_texts_that_look_like_dates(tmp_path):
     assert read(write_table(tmp_path / "a.jsonl", {"t": ["2012-01-01", "2012-01-02"]})).texts[0] == "2012-01-01"
-
-
-def test_json_without_objects(tmp_path):
-    assert "row 1 is no JSON object" in refusal(write(tmp_path / "a.jsonl", '[\n{"t": "a"}\n]\n'))
-    assert "row 1 is no JSON object" in refusal(write(tmp_path / "a.jsonl", "\n\n"))
-
-
-@pytest.mark.parametrize(
-    "lines", ["[1, 2]\n[3]\n", '["<a_1>", "<b_2>"]\n["<a_1>"]\nx\n', "(5, 6)\n(7, 8)\n", "[5 6]\n"]
-)
-def test_lists_written_as_lines_are_no_texts(tmp_path, lines):
-    assert "are lists written as text: save them as a column" in refusal(write(tmp_path / "a.txt", lines))
 
 
 def test_titles_in_brackets_are_texts(tmp_path):
@@ -271,20 +271,6 @@ def test_nan_in_json_is_a_missing_value(tmp_path):
         found = read(write(tmp_path / name, text), column="t", attributes=["p"])
         assert found.texts == ["a", "b", "c"]
         assert found.attributes["p"].to_pylist() == [None, 2.5, None]
-
-
-def test_bad_txt(tmp_path):
-    assert "line 3 is blank" in refusal(write(tmp_path / "a.txt", "a\nb\n\nc\n"))
-    assert "line 2 is blank" in refusal(write(tmp_path / "a.txt", "a\n \t\r\nc\n"))
-    assert "line 2 is not UTF-8" in refusal(write(tmp_path / "a.txt", b"\xef\xbb\xbfa\n\xff\n"))
-    assert "no columns" in refusal(write(tmp_path / "a.txt", "a\n"), column="t")
-    assert "no columns" in refusal(write(tmp_path / "a.txt", "a\n"), key="t")
-
-
-def test_bad_parquet(tmp_path):
-    assert "cannot be read" in refusal(write(tmp_path / "a.parquet", b"PAR1 but not really, no"))
-    pq.write_table(pa.table({"t": pa.array([], pa.string())}), tmp_path / "a.parquet")
-    assert "no rows" in refusal(tmp_path / "a.parquet")
 
 
 @pytest.mark.parametrize(

@@ -73,30 +73,24 @@ def test_few_requests_at_a_time():
     assert {name.rpartition("_")[0] for name in engine.readers} == {"ranked-lists"}  # none on the event loop
 
 
-def test_fewer_beside_other_requests():
-    engine = Engine(64)
-    engine.others = 1
-    asyncio.run(engine.run("one", 200))
-    assert engine.most == 2
+ALONE = 8  # what lists have alone in any engine of 256 seats
+BESIDE: list[tuple[int, int, float, int, int]] = [  # seats, others, seconds a request, items, requests of the list
+    *((64, others, 0.0, 200, min(max(others, 2), 32)) for others in (1, 3, 5, 14, 36, 100)),
+    *((256, others, 0.002, 20, others) for others in (1, 3, 6)),
+    (256, 0, 0.02, 20, ALONE),
+]
 
 
-@pytest.mark.parametrize("others", [3, 5, 14, 36, 100])
-def test_half_of_a_step_beside_many_other_requests(others):
-    """Lists' requests are as many as the others', up to half of the seats: a few would take them minutes."""
-    engine = Engine(64)
-    engine.others = others
-    asyncio.run(engine.run("one", 200))
-    assert engine.most == min(others, 32)
-
-
-@pytest.mark.parametrize("others", [1, 3, 6])
-def test_no_more_than_the_others_where_the_engine_is_slow(monkeypatch, others):
-    """It answers one request in the time that others may wait, and not the eight of a quick engine's."""
-    monkeypatch.setattr(list_runner, "PATIENCE", 0.001)
-    engine = Engine(256)
-    engine.each, engine.others = 0.002, others
-    asyncio.run(engine.run("one", 20))
-    assert engine.most == others
+@pytest.mark.parametrize(("seats", "others", "each", "items", "most"), BESIDE)
+def test_how_many_requests_lists_have(monkeypatch, seats, others, each, items, most):
+    """As many as the others, up to half of the seats: a few would take them minutes. Where the engine is so slow that
+    it answers one request in the time that others may wait, no more than these: whoever comes next waits for all."""
+    if each and others:
+        monkeypatch.setattr(list_runner, "PATIENCE", 0.001)
+    engine = Engine(seats)
+    engine.each, engine.others = each, others
+    asyncio.run(engine.run("one", items))
+    assert engine.most == most
 
 
 @pytest.mark.parametrize("others", [1, 5, 30])
@@ -106,14 +100,6 @@ def test_a_wait_for_others_is_no_slowness_of_lists(others):
     engine.each, engine.others = 0.002, others
     asyncio.run(engine.run("one", 60))
     assert engine.most >= max(others, 8)
-
-
-def test_fewer_where_the_engine_is_slow():
-    """Whoever comes next waits for all that are there: 0.1 seconds hold five of them, or two more while they begin."""
-    engine = Engine(256)
-    engine.each = 0.02
-    asyncio.run(engine.run("one", 20))
-    assert engine.most == 8  # what lists have alone in any engine of so many seats
 
 
 def test_a_pace_is_what_the_engine_keeps():

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 import pytest
 from publishing import INDEXES, indexes, kill_at_every_line, names
+from test_cli import run
 
 import itemset
 from itemset import ItemSetError, ItemSetWarning, cli, published
@@ -428,13 +429,6 @@ def test_a_disk_that_is_full_leaves_the_pointer_and_no_litter(tmp_path, folder, 
     assert not [name for name in names(folder) if not name.endswith(".itemset")]
     published.publish(files["a"], folder, keep=100)
     assert len(names(folder)) == len(published.versions(folder)) == 21
-
-
-def run(capsys, *argv: str) -> str:
-    assert cli.main([str(word) for word in argv]) == 0
-    out, err = capsys.readouterr()
-    assert not err
-    return out
 
 
 def test_the_command(capsys, files, folder):

@@ -14,7 +14,7 @@ import pyarrow.parquet as parquet
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_cli import tokenizers  # noqa: F401
+from test_cli import run, tokenizers  # noqa: F401
 from tokenizers import normalizers
 
 import itemset
@@ -111,13 +111,6 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
         lines = [mark.join("" if value is None else str(value) for value in row.values()) for row in rows]
         path.write_text("\n".join([mark.join(rows[0]), *lines]) + "\n")
     return path
-
-
-def run(capsys: pytest.CaptureFixture[str], *argv: Any) -> str:
-    code = cli.main([str(word) for word in argv])
-    out, err = capsys.readouterr()
-    assert (code, err) == (0, "")
-    return str(out)
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".tsv", ".parquet", ".jsonl.gz"])

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import item_sets
-from test_cli import TITLES, csv, films, npy, sids, tokenizers  # noqa: F401
+from test_cli import TITLES, csv, films, npy, refused, run, sids, tokenizers  # noqa: F401
 
 import itemset
 from itemset import ItemSet, ItemSetError, cli
@@ -123,19 +123,6 @@ def test_more_texts_than_a_dictionary_holds_are_counted_without_those_that_go(mo
 EQUAL: list[Row] = [([1, 2], 7, {}), ([1], 8, {}), ([1, 2], 9, {}), ([1, 2, 3], 10, {})]
 
 
-def test_an_item_goes_with_its_last_key() -> None:
-    s = built(EQUAL, attributes=False)
-    assert s.updated(remove=[7]).keys_of([[1, 2]]) == [[9]]
-    assert (s.updated(remove=[7]).duplicates, s.updated(remove=[7]).shared) == (0, 0)
-    assert s.updated(remove=[7, 9]).items() == built([EQUAL[1], EQUAL[3]], attributes=False).items()
-    assert s.updated(remove=np.array([8])).find([1]) is None
-
-
-def test_new_keys_of_an_item_come_after_its_own() -> None:
-    s = built(EQUAL, attributes=False)
-    assert s.updated([[1, 2], [1]], keys=[3, 4]).keys_of([[1, 2], [1]]) == [[7, 9, 3], [8, 4]]
-
-
 def test_a_key_that_is_removed_and_added_is_replaced() -> None:
     s = built(EQUAL, attributes=False)
     after = s.updated([[5], [1, 2]], keys=[8, 7], remove=[7, 8])
@@ -202,18 +189,6 @@ def test_a_damaged_trie_is_refused() -> None:
     wrong = ItemSet(s.trie.__class__(**(vars(s.trie) | {"tables": replace(s.trie.tables, targets=targets)})), s._keys)
     with pytest.raises(ItemSetError, match="the index is corrupted, its tables are no trie: build it again"):
         wrong.updated(remove=[0])
-
-
-def run(capsys: pytest.CaptureFixture[str], *argv: Any) -> str:
-    code = cli.main([str(word) for word in argv])
-    out, err = capsys.readouterr()
-    assert (code, err) == (0, "")
-    return str(out)
-
-
-def refused(capsys: pytest.CaptureFixture[str], *argv: Any) -> str:
-    assert cli.main([str(word) for word in argv]) == 1
-    return str(capsys.readouterr().err)
 
 
 def test_the_command_with_texts(capsys, films, csv, tokenizers, tmp_path):  # noqa: F811

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -28,6 +28,7 @@ import itemset
 
 SCHEMA = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
 COLOURS = ["red", "green", "blue"]
+STATED = {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}}
 LONG = "a label of many words, whose encoding takes its time"
 MESSAGES = [{"role": "user", "content": "p"}]
 OPENAI: dict[str, dict[str, Any]] = {"/v1/completions": {"prompt": "p"}, "/v1/chat/completions": {"messages": MESSAGES}}
@@ -38,12 +39,14 @@ _FEW = {"model": "tiny", "max_tokens": 2}
 class Dialect:
     """How one engine's server differs from the other's.
 
-    choice: an inline set in a body. endpoints: by path, what an endpoint needs.
+    choice: an inline set in a body. others: bodies without a registered set, and what holds of their texts.
+    endpoints: by path, what an endpoint needs.
     deaf: endpoints that take no item set, and the first that does. own_faults: bodies that the engine itself answers
     with 500. start: starts a server that must fail, and returns its log.
     """
 
     choice: Callable[[Any], dict[str, Any]]
+    others: Sequence[tuple[dict[str, Any], Callable[[str], bool]]]
     endpoints: Mapping[str, dict[str, Any]]
     deaf: tuple[tuple[str, ...], str]
     bases: Mapping[str, dict[str, Any]]
@@ -104,6 +107,18 @@ def check_refused(server: HttpServer, path: str, body: Any, message: str) -> Any
 
 def lives(server: HttpServer, named_sets: dict[str, NamedSet]) -> None:
     assert item_of(complete(server, item_set="one")) in named_sets["one"].items
+
+
+def test_one_batch_of_sets_and_grammars(server: HttpServer, dialect: Dialect, named_sets: dict[str, NamedSet]) -> None:
+    bodies = [*({"item_set": name} for name in named_sets), *(body for body, _ in dialect.others), {}]
+    holds = [*(None for _ in named_sets), *(one for _, one in dialect.others), lambda text: True]
+    with ThreadPoolExecutor(16) as pool:
+        choices = list(pool.map(lambda body: complete(server, **body), bodies * 2))
+    for body, holding, choice in zip(bodies * 2, holds * 2, choices, strict=True):
+        if holding is None:
+            assert item_of(choice) in named_sets[body["item_set"]].items
+        else:
+            assert holding(choice["text"]), (body, choice["text"])
 
 
 COMMON: list[tuple[dict[str, Any], str]] = [
@@ -252,6 +267,7 @@ def test_weights(server: HttpServer, path: str) -> None:
         ({"item_set": None}, sampled),
         ({"use_beam_search": True, "n": 2}, sampled),
         ({"draws": 2}, sampled),
+        ({"ignore_eos": True}, "with ignore_eos an answer goes on after its end"),
         ({"return_set_weight": 1}, "return_set_weight must be true or false, not 1"),
         ({"return_set_weight": None, "return_set_weights": True}, "there is no field return_set_weights"),
         ({"return_set_weight": None, "vllm_xargs": {"return_set_weight": 1}}, "there is no field return_set_weight"),

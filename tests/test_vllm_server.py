@@ -4,25 +4,16 @@ from __future__ import annotations
 
 import contextvars
 import json
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import lost_words
 import pytest
+from engine_tests import OTHERS
 from server_tests import *  # noqa: F403 - its tests, with the server of this module
-from server_tests import COLOURS, SCHEMA, Dialect, check_refused, complete, flags_with_a_uri, item_of, lives
+from server_tests import COLOURS, SCHEMA, STATED, Dialect, check_refused, complete, flags_with_a_uri, item_of, lives
 from servers import start_expecting_failure
 
 import itemset
-
-TAG = {
-    "type": "structural_tag",
-    "format": {
-        "type": "sequence",
-        "elements": [{"type": "const_string", "value": "ab"}, {"type": "regex", "pattern": "[0-9]{2}"}],
-    },
-}
-
 
 WORDS = {
     # Allowing no whitespace is xgrammar's.
@@ -48,10 +39,18 @@ def any_server(servers, tiny_model, flags):
     return servers("v1", tiny_model, arguments=(*WORDS["v1"], "static", *flags))
 
 
+def is_stated(text):
+    return json.loads(text)["n"] in (1, 2)
+
+
 @pytest.fixture(scope="module")
 def dialect():
     return Dialect(
         choice=lambda texts: {"structured_outputs": {"choice": texts}},
+        others=[
+            *(({"structured_outputs": words}, holds) for words, holds in OTHERS if words),
+            *((body, is_stated) for body in ({"structured_outputs": {"json": SCHEMA}}, STATED)),
+        ],
         endpoints={
             "/v1/chat/completions/batch": {"model": "tiny", "max_tokens": 2, "messages": [lost_words.MESSAGES]},
             "/tokenize": {"model": "tiny", "prompt": "p"},
@@ -64,36 +63,9 @@ def dialect():
     )
 
 
-def test_one_batch_of_sets_and_grammars(runner, server, named_sets):
-    requests = [
-        *({"item_set": name} for name in named_sets),
-        {"structured_outputs": {"choice": COLOURS}},
-        {"structured_outputs": {"json": SCHEMA}},
-        {"structured_outputs": {"regex": "[a-c]{4}"}},
-        {"structured_outputs": {"grammar": 'root ::= "x" [0-9] "y"'}},
-        {"structured_outputs": {"structural_tag": json.dumps(TAG)}},
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}},
-        {},
-    ]
-    with ThreadPoolExecutor(16) as pool:
-        answers = list(pool.map(lambda body: complete(server, **body), requests * 2))
-    json_texts: list[str] = []
-    for body, choice in zip(requests * 2, answers, strict=True):
-        text = choice["text"]
-        if "item_set" in body:
-            assert item_of(choice) in named_sets[body["item_set"]].items
-        elif "response_format" in body or "json" in body.get("structured_outputs", {}):
-            assert json.loads(text)["n"] in (1, 2)
-            json_texts.append(text)
-        elif body:
-            ((kind, _),) = body["structured_outputs"].items()
-            assert {
-                "choice": text in COLOURS,
-                "regex": len(text) == 4 and set(text) <= set("abc"),
-                "grammar": text[:1] == "x" and text[-1:] == "y",
-                "structural_tag": text[:2] == "ab" and text[2:].isdigit(),
-            }[kind], body
-    assert (set(json_texts) <= {'{"n":1}', '{"n":2}'}) == (runner == "v1")  # where the server allows no whitespace
+def test_json_without_whitespace_where_the_server_allows_none(runner, server):
+    texts = {complete(server, **STATED)["text"] for _ in range(8)}
+    assert (texts <= {'{"n":1}', '{"n":2}'}) == (runner == "v1")
 
 
 @pytest.mark.parametrize(

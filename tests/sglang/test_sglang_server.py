@@ -12,12 +12,13 @@ import lost_words
 import pytest
 import real_tokenizers
 import zstandard
+from engine_tests import OTHERS
 from request_fields import BAD_SELECTIONS
 from server_tests import *  # noqa: F403 - its tests, with the server of this module
 from server_tests import (
     COLOURS,
     MESSAGES,
-    SCHEMA,
+    STATED,
     Dialect,
     check_everywhere,
     check_refused,
@@ -27,6 +28,7 @@ from server_tests import (
     lives,
     text_of,
 )
+from sglang_engines import sampling_params
 from sglang_servers import start_expecting_failure
 from tokenizers import AddedToken
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -57,6 +59,11 @@ def dialect():
     named = {"custom_params": {"item_set": "one"}}
     return Dialect(
         choice=lambda texts: {"choice": texts},
+        others=[
+            *((sampling_params(words), holds) for words, holds in OTHERS if words.keys() - {"structural_tag"}),
+            ({"structured_outputs": {"choice": COLOURS}}, lambda text: text in COLOURS),
+            (STATED, lambda text: text in ('{"n": 1}', '{"n": 2}')),  # the one way to space it: xgrammar has the flag
+        ],
         endpoints={"/generate": {"text": "p"}, "/v1/score": {"model": "tiny", "query": "p"}},
         deaf=(
             ("/v1/messages", "/v1/embeddings", "/v1/score", "/classify", "/api/generate", "/invocations"),
@@ -73,34 +80,6 @@ def dialect():
             for body in (b"null", b"[]", b"[[]]", b'"item_set"', b"7", b"[null, {}]")
         ),
     )
-
-
-def test_one_batch_of_sets_and_grammars(server, named_sets):
-    requests = [
-        *({"item_set": name} for name in named_sets),
-        {"choice": COLOURS},
-        {"structured_outputs": {"choice": COLOURS}},
-        {"regex": "[a-c]{4}"},
-        {"ebnf": 'root ::= "x" [0-9] "y"'},
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}},
-        {},
-    ]
-    with ThreadPoolExecutor(16) as pool:
-        answers = list(pool.map(lambda body: complete(server, **body), requests * 2))
-    for body, choice in zip(requests * 2, answers, strict=True):
-        text = choice["text"]
-        if "item_set" in body:
-            assert item_of(choice) in named_sets[body["item_set"]].items
-        elif "response_format" in body:
-            assert text in ('{"n": 1}', '{"n": 2}')  # the one way to space it: xgrammar has the flag
-        elif body:
-            kind = next(iter(body))
-            assert {
-                "choice": text in COLOURS,
-                "structured_outputs": text in COLOURS,
-                "regex": len(text) == 4 and set(text) <= set("abc"),
-                "ebnf": text[:1] == "x" and text[-1:] == "y",
-            }[kind], body
 
 
 MISTYPED = [

@@ -13,7 +13,7 @@ from typing import Any
 import devices  # noqa: F401  prepares Triton before anything imports it
 import further  # noqa: F401  what engines in this process are given
 import pytest
-from engines import Engine
+from engines import Engine, backend
 from hypothesis import settings
 from models import cached_tiny_llama
 from pools import Pool
@@ -131,4 +131,4 @@ def named_sets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, NamedSet]:
 @pytest.fixture(scope="session")
 def static(named_sets: dict[str, NamedSet]) -> dict[str, Any]:
     """The arguments of an engine with our backend and these sets."""
-    return {"structured_outputs_config": {"backend": "static"}, "additional_config": named_options(named_sets)}
+    return backend(**named_options(named_sets))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from engine_words import CITIES, PROMPT, Answer, Item, asked, prompts
+from engine_words import CITIES, PROMPT, Answer, asked, prompts
 from ranking_tests import check_lists, lists_of
 from samples import SAMPLES, TEMPERATURE
 from sets import NamedSet
@@ -30,10 +30,16 @@ def uneven(count: int) -> list[list[int]]:
     return [list(range(3 + i, 12 + 9 * i)) for i in range(count)]
 
 
-def repeating(items: Sequence[Item], count: int) -> list[list[int]]:
-    """Prompts that hold items twice over: their n-grams propose some drafts inside the set, and some outside."""
-    turned = [[*items[i:], *items[:i]] for i in range(count)]
-    return [([token for item in some for token in item] * 2 + list(some[0][:1]))[-150:] for some in turned]
+def repeating(named_sets: dict[str, NamedSet], count: int) -> tuple[list[Any], list[dict[str, Any]]]:
+    """Prompts that hold items of a set twice over, and what is asked of each: their n-grams propose some drafts inside
+    the set, and some outside."""
+    asking, words = list[Any](), list[dict[str, Any]]()
+    for name in ("large", "ragged", "prefixes"):
+        items = sorted(named_sets[name].items)[:6]
+        turned = [[*items[i:], *items[:i]] for i in range(count)]
+        asking += [([token for item in some for token in item] * 2 + list(some[0][:1]))[-150:] for some in turned]
+        words += [asked(name, temperature=0)] * count
+    return asking, words
 
 
 def check_same(engine: Any, without: Any, asking: Sequence[Any], words: list[dict[str, Any]]) -> list[Answer]:

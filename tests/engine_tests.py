@@ -119,3 +119,16 @@ def test_an_item_shows_its_special_tokens(engine):
     for text in ("<pad>one", "<s><pad><s>", "a <pad>b<s>"):
         (answer,) = engine.ask(["p"], {"choice": [text], "max_tokens": 40})
         assert (answer.text, answer.said["item"]) == (text, {"key": 0})
+
+
+WITHOUT_SETS = [{"logprobs": 2}, {"regex": "(river|letter|station)"}, {"json": {"type": "boolean"}}, {"stop": ["e"]}]
+
+
+def check_untouched(engine: Any, without: Any, *more: dict[str, Any]) -> None:
+    """With another backend an engine answers requests without sets as it does without the plugin."""
+    words = [{"temperature": 0.0, "max_tokens": 8} | one for one in (*WITHOUT_SETS, *more)]
+    found, expected = (one.ask(["Once upon a time"] * len(words), words) for one in (engine, without))
+    told = [[(one.tokens, one.text, one.finish) for one in answers] for answers in (found, expected)]
+    assert told[0] == told[1]
+    assert len(found) >= len(words)
+    assert "passed over" not in engine.log()

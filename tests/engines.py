@@ -227,6 +227,11 @@ class Engine(HostedEngine):
         return self.call(_draw, _tokens([PROMPT]), DrawParams(max_tokens=20, extra_args=words))
 
 
+def backend(**options: Any) -> dict[str, Any]:
+    """The arguments of an engine with our backend and these options."""
+    return {"structured_outputs_config": {"backend": "static"}, "additional_config": options}
+
+
 def force_asynchronous_scheduling() -> None:
     """For `Engine(prepare=...)`: schedule the next step before the last one has ended, as vLLM does by default on a GPU
     and never on a CPU."""

@@ -37,6 +37,11 @@ class Films:
         folder.parent.mkdir(parents=True, exist_ok=True)
         self.publish()
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """The plugin's, for this set alone, whose copies lie beside it."""
+        return {"item_sets": {"films": str(self.folder)}, "item_set_cache": str(self.folder.parents[1] / "cache")}
+
     def make(self, **options: Any) -> Path:
         """The index file of one version more, in no folder yet."""
         number = len(self.versions)
@@ -148,3 +153,16 @@ def swaps(films: Films, count: int, refresh: Callable[[], str], ask: Callable[[]
         assert refresh() == version.name
         assert ask() == version.name  # an older one would be an answer from before what was seen
         yield version
+
+
+def check_versions(engine: Any, films: Films, refreshed: Callable[[Any], str]) -> None:
+    """Each of three versions is taken up when the engine is told to, and gives an answer on each of two ranks.
+
+    refreshed: tells it so in its process; returns the version of the one set.
+    """
+    for _ in range(3):
+        version = films.publish()
+        assert engine.call(refreshed) == version.name
+        for _ in range(2):
+            (answer,) = engine.ask(["p"], {"max_tokens": 9, "item_set": "films"})
+            assert films.check(answer.said["item"]) == version.name

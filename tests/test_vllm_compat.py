@@ -17,6 +17,7 @@ import hooked_names
 import pytest
 import real_tokenizers
 import torch
+from engine_tests import check_untouched
 from vllm import SamplingParams
 from vllm.config import StructuredOutputsConfig
 from vllm.engine.arg_utils import EngineArgs
@@ -243,12 +244,6 @@ WHY_ROUNDS: list[tuple[str | None, dict, dict]] = [  # why, what the model's con
 ]
 
 
-MENDED = [
-    "experts under data parallelism",
-    "pipeline parallelism",
-]
-
-
 @pytest.mark.parametrize(("reason", "model", "arguments"), WHY_ROUNDS)
 def test_engines_that_make_no_lists_inside_a_step(tiny_model, tmp_path, monkeypatch, reason, model, arguments):
     """By their configurations, which are vLLM's own; such engines need other machines."""
@@ -264,7 +259,7 @@ def test_engines_that_make_no_lists_inside_a_step(tiny_model, tmp_path, monkeypa
     assert compat.why_rounds(config) == reason
     said = EngineLists(config).by_rounds
     assert (said or "None").startswith(str(reason))
-    assert ("(" in (said or "")) == (reason in MENDED)
+    assert ("(" in (said or "")) == (reason in ("experts under data parallelism", "pipeline parallelism"))
 
 
 def test_caches_that_beams_cannot_share():
@@ -284,14 +279,6 @@ def test_caches_that_beams_cannot_share():
 
 
 OF_XGRAMMAR = {"structured_outputs_config": {"backend": "xgrammar"}}
-OTHERS = [
-    {"max_tokens": 8, "logprobs": 2},
-    {"max_tokens": 8, "choice": ["river", "letter", "station"]},
-    {"max_tokens": 8, "regex": "[a-z]{4}"},
-    {"max_tokens": 8, "json": {"type": "boolean"}},
-    {"max_tokens": 8, "temperature": 0.9, "seed": 3, "n": 2, "stop": ["e"]},
-]
-"""Requests without item sets."""
 
 
 def with_numba() -> None:
@@ -302,15 +289,9 @@ def with_numba() -> None:
 
 
 def test_another_backend_answers_as_without_the_plugin(engines, tiny_model):
-    def answers(engine):
-        words = [{"temperature": 0.0} | one for one in OTHERS]
-        return [(one.tokens, one.text, one.finish) for one in engine.ask(["Once upon a time"] * len(words), words)]
-
-    without = answers(engines("v1", tiny_model, prepare=with_numba, env={"VLLM_PLUGINS": "none"}, **OF_XGRAMMAR))
-    engine = engines("v1", tiny_model, **OF_XGRAMMAR)
-    assert len(without) == 6
-    assert answers(engine) == without
-    assert "passed over" not in engine.log()
+    without = engines("v1", tiny_model, prepare=with_numba, env={"VLLM_PLUGINS": "none"}, **OF_XGRAMMAR)
+    several = {"temperature": 0.9, "seed": 3, "n": 2, "stop": ["e"]}
+    check_untouched(engines("v1", tiny_model, **OF_XGRAMMAR), without, {"choice": ["river", "letter"]}, several)
 
 
 def test_no_hook_changes_a_call_while_another_backend_is_chosen(monkeypatch):

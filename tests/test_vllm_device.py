@@ -13,9 +13,10 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from draft_tests import check_same, greedy
 from engine_tests import check_answers
+from engine_words import asked
 from engines import force_asynchronous_scheduling
-from samples import SAMPLES
 from sets import tagged_items, tagged_keys
 from test_vllm_engine import CITIES, EOS, answer, inline, named, on_path, sampled
 from vllm import SamplingParams
@@ -49,24 +50,10 @@ def plan_of(llm: Any) -> Any:
     return llm.llm_engine.engine_core.engine_core.static_backend._device.plan
 
 
-@pytest.mark.timeout(1_800)
-def test_many_answers_inside_their_sets(engines, tiny_model, device, named_sets):
-    """1,000 of them with STATIC_SAMPLES=96000: three minutes and more."""
-    engine = engines("v2", tiny_model, timeout=1_500, **device)
-    check_answers(engine, named_sets, SAMPLES // 96)
-    engine.close()
-
-
 def test_the_same_answers_as_on_the_host_path(engines, tiny_model, device, host, named_sets):
-    params = [named(name, temperature=0) for name in named_sets]
-    params += [inline(CITIES, temperature=0), SamplingParams(temperature=0, max_tokens=9)]
-    params += [named(name, seed=5) for name in named_sets]
-    prompts = [f"prompt {i}" for i in range(len(params))]
-    ours, theirs = (
-        [output.outputs[0].token_ids for output in engines("v2", tiny_model, **path).generate(prompts, params)]
-        for path in (device, host)
-    )
-    assert ours == theirs
+    words = [*greedy([*named_sets]), *(asked(name, seed=5) for name in named_sets)]
+    ours, theirs = (engines("v2", tiny_model, **path) for path in (device, host))
+    check_same(ours, theirs, [f"prompt {i}" for i in range(len(words))], words)
 
 
 def count_calls(llm: Any) -> None:
@@ -190,8 +177,8 @@ def test_no_copy_of_the_logits_is_made_for_a_set(engines, tiny_model, device):
     # Where a request asks for what takes a copy in any case, the mask is in that one.
     outputs = engine.generate(["p"] * 3, [named("fixed", logprobs=1), named("fixed", temperature=0.5), named("fixed")])
     assert len({answer(output) for output in outputs}) > 1
-    for asked in ({"logprobs": 1}, {"temperature": 0.5}, {"logit_bias": {300: 1.0}}):
-        steps, copies = engine.call(copies_of_logits, [named("one", **asked)])
+    for more in ({"logprobs": 1}, {"temperature": 0.5}, {"logit_bias": {300: 1.0}}):
+        steps, copies = engine.call(copies_of_logits, [named("one", **more)])
         assert copies == steps >= 2
 
 
@@ -489,12 +476,6 @@ def test_two_ranks_sample_the_same(engines, tiny_model, device, named_sets):
     """Tensor parallelism: every rank has an arena and samples all rows; where they differed, the ranks would hang or
     answer garbage."""
     engine = engines("v2", tiny_model, tensor_parallel_size=2, distributed_executor_backend="mp", env=BIND, **device)
-    params = [named("large"), named("ragged"), inline(CITIES), SamplingParams(max_tokens=5)] * 3
-    outputs = engine.generate([f"p {i}" for i in range(12)], params)
-    for i, output in enumerate(outputs):
-        if i % 4 < 2:
-            assert answer(output) in named_sets[("large", "ragged")[i % 4]].items
-        elif i % 4 == 2:
-            assert output.outputs[0].text in CITIES
+    check_answers(engine, named_sets, 16)
     assert engine.log().count("bytes, of which the registered sets take") == 2
     engine.close()

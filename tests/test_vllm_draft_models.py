@@ -10,6 +10,7 @@ import pytest
 from draft_models import cached_tiny_eagle, cached_tiny_eagle3, cached_tiny_mimo
 from draft_tests import NAMES, check_distribution, check_same, greedy, saved, uneven
 from engine_words import asked
+from engines import backend
 from samples import exact
 from test_vllm_drafts import spoken, watch_drafts, watched
 from test_vllm_engine import on_path
@@ -94,10 +95,7 @@ def lift_masks(llm: Any) -> None:
 def test_tokens_that_the_draft_model_lacks_are_drawn_by_their_distribution(engines, odd_model, tmp_path):
     """Chi-square over items. Behind 101 it knows no legal token: what it draws must be what it says that it draws."""
     items = [[101, 201], [101, 203], [101, 205], [103, 201], [103, 202]]
-    common = {
-        "structured_outputs_config": {"backend": "static"},
-        "additional_config": {"item_sets": saved(tmp_path, items), "item_set_path": "device"},
-    }
+    common = backend(item_sets=saved(tmp_path, items), item_set_path="device")
     plain = engines("v2", odd_model, logprobs_mode="raw_logits", max_logprobs=1013, **common)
     config = drafting("eagle3 drawn", odd_model)
     engine = engines("v2", odd_model, speculative_config=config, max_num_seqs=24, **common)

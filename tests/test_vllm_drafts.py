@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from draft_tests import check_distribution, check_same, check_sampled, greedy, saved
+from engines import backend
 from live import Films
 from models import cached_tiny_llama
 from samples import FEW, SAMPLES, exact
@@ -122,14 +123,8 @@ def test_forced_drafts_take_three_steps_an_item(engines, tiny_model, tmp_path):
     codes = np.random.default_rng(0).integers(3, 2_051, (1_000_000, 8), dtype=np.uint16)
     items = itemset.build(codes)
     items.save(tmp_path / "ids.itemset")
-    engine = engines(
-        "v2",
-        tiny_model,
-        structured_outputs_config={"backend": "static"},
-        additional_config={"item_sets": {"ids": str(tmp_path / "ids.itemset")}},
-        speculative_config=FORCED,
-        disable_log_stats=False,
-    )
+    sets = backend(item_sets={"ids": str(tmp_path / "ids.itemset")})
+    engine = engines("v2", tiny_model, speculative_config=FORCED, disable_log_stats=False, **sets)
     outputs = engine.generate([f"p {i}" for i in range(24)], named("ids"))
     items.lookup([list(answer(output)) for output in outputs])
     steps = 1 + engine.call(metrics)["vllm:spec_decode_num_drafts"] / 24
@@ -139,12 +134,8 @@ def test_forced_drafts_take_three_steps_an_item(engines, tiny_model, tmp_path):
 @pytest.fixture(scope="module")
 def few(tmp_path_factory):
     """The arguments of an engine with the set FEW on the device path."""
-    return {
-        "structured_outputs_config": {"backend": "static"},
-        "additional_config": {"item_sets": saved(tmp_path_factory.mktemp("few"), FEW), "item_set_path": "device"},
-        "max_num_seqs": 64,
-        "max_logprobs": 1013,
-    }
+    sets = backend(item_sets=saved(tmp_path_factory.mktemp("few"), FEW), item_set_path="device")
+    return sets | {"max_num_seqs": 64, "max_logprobs": 1013}
 
 
 @pytest.fixture(scope="module")
@@ -183,15 +174,8 @@ def test_drafts_that_cannot_be_masked_are_named_in_the_log(engines, tiny_model, 
 def test_a_version_that_is_published_while_drafts_are_forced(engines, tiny_model, tmp_path):
     """A request that has begun ends on its version, drafts included; the next one gets the new version's."""
     films = Films(tmp_path / "sets" / "films")
-    options = {"item_sets": {"films": str(films.folder)}, "item_set_cache": str(tmp_path / "cache")}
-    engine = engines(
-        "v2",
-        tiny_model,
-        structured_outputs_config={"backend": "static"},
-        additional_config=options | {"item_set_path": "device"},
-        speculative_config=FORCED,
-        disable_log_stats=False,
-    )
+    sets = backend(**films.options, item_set_path="device")
+    engine = engines("v2", tiny_model, speculative_config=FORCED, disable_log_stats=False, **sets)
     for _ in range(3):
         before, version = films.versions[-1], films.publish()
         running, new = engine.call(answers_over_a_swap)

@@ -9,9 +9,9 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from draft_tests import check_same, greedy, repeating
 from engine_tests import *  # noqa: F403 - its tests, with the engine of this module
 from engine_words import CITIES, EOS
-from ranking_tests import check_lists, lists_of
 from test_vllm_ranking import check_scores_beside_others
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
@@ -169,25 +169,17 @@ def test_a_reused_parameter_object_stays_as_it_is(engine):
 def test_ngram_speculation_changes_nothing_at_temperature_0(
     way, runner, engines, engine, tiny_model, static, named_sets
 ):
-    items = {name: sorted(named_sets[name].items)[:6] for name in ("large", "ragged", "prefixes")}
-    # The prompt holds items twice over, so that its n-grams propose some that are in the set and some that are not.
-    prompts, params = [], []
-    for name, some in items.items():
-        for i in range(4):
-            tokens = [token for item in some[i:] + some[:i] for token in item]
-            prompts.append({"prompt_token_ids": (tokens * 2 + list(some[i][:1]))[-150:]})
-            params.append(named(name, temperature=0))
-    prompts += ["Paris London Paris London Pa", "the quick the quick the"]
-    params += [inline(CITIES, temperature=0), SamplingParams(temperature=0, max_tokens=10)]
-    plain = [tuple(output.outputs[0].token_ids) for output in engine.generate(prompts, params)]
+    asking, words = repeating(named_sets, 4)
+    asking += ["Paris London Paris London Pa", "the quick the quick the"]
     speculating = engines(runner, tiny_model, speculative_config=NGRAM, disable_log_stats=False, **static)
-    assert [tuple(output.outputs[0].token_ids) for output in speculating.generate(prompts, params)] == plain
+    check_same(speculating, engine, asking, [*words, *greedy([])])
     counted = speculating.call(metrics)
     assert counted["vllm:spec_decode_num_draft_tokens"] >= counted["vllm:spec_decode_num_accepted_tokens"] > 0
-    filled = speculating.call(count_fills, prompts[:6], params[:6])
+    prompts = [{"prompt_token_ids": tokens} for tokens in asking[:12]]
+    params = [*[named("large", temperature=0)] * 4, *[named("ragged", temperature=0)] * 2]
+    filled = speculating.call(count_fills, prompts[:6], params)
     assert (filled["calls"], filled["different"]) == (filled["steps"], 0)
     assert (filled["drafts"] > 0) == (way[1] == "host")
-    check_lists(lists_of(speculating), lists_of(engine))
     assert "no draft of ngram is forced" not in speculating.log()  # it would be under asynchronous scheduling
     if runner == "v1":
         check_scores_beside_others(speculating)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from live import OPTIONS, Films, Served, broken
+from engines import backend
+from live import OPTIONS, Films, Served, broken, check_versions
 from live_tests import *  # noqa: F403 - its tests, with the server of this module
 from live_tests import bad
-from servers import start_expecting_failure, wait_for
+from servers import wait_for
 
 from itemset import published
 
@@ -56,52 +58,30 @@ def test_versions_are_counted(served):
 def test_offline(engines, tiny_model, tmp_path, runner):
     """An `LLM` takes a version up when it is told to."""
     films = Films(tmp_path / "sets" / "films")
-    options = {"item_sets": {"films": str(films.folder)}, "item_set_cache": str(tmp_path / "cache")}
-    engine = engines(
-        runner,
-        tiny_model,
-        structured_outputs_config={"backend": "static"},
-        additional_config={**options, "item_set_path": PATHS[runner]},
-    )
-    assert engine.call(_refreshed, "films") == films.versions[0].name
-    for _ in range(2):
-        version = films.publish()
-        assert engine.call(_refreshed, None) == version.name
-        assert films.check(engine.call(_item)) == version.name
+    engine = engines(runner, tiny_model, **backend(**films.options, item_set_path=PATHS[runner]))
+    assert engine.call(refreshed) == films.versions[0].name
+    check_versions(engine, films, refreshed)
 
 
-def _refreshed(llm: Any, name: str | None) -> str:
+def refreshed(llm: Any, name: str | None = None) -> str:
     import vllm_static
 
     (entry,) = vllm_static.refresh(llm, name)
     return entry["version"]
 
 
-def _item(llm: Any) -> dict[str, Any]:
-    from vllm import SamplingParams
-
-    params = SamplingParams(max_tokens=9, extra_args={"item_set": "films"})
-    (output,) = llm.generate(["p"], params, use_tqdm=False)
-    return output.outputs[0].item
-
-
 def test_two_ranks(engines, tiny_model, tmp_path):
     films = Films(tmp_path / "sets" / "films")
-    options = {"item_sets": {"films": str(films.folder)}, "item_set_cache": str(tmp_path / "cache")}
     engine = engines(
         "v2",
         tiny_model,
-        structured_outputs_config={"backend": "static"},
-        additional_config={**options, "item_set_path": "device"},
+        **backend(**films.options, item_set_path="device"),
         tensor_parallel_size=2,
         distributed_executor_backend="mp",
         env={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
         timeout=300,
     )
-    for _ in range(3):
-        version = films.publish()
-        assert engine.call(_refreshed, "films") == version.name
-        assert films.check(engine.call(_item)) == version.name
+    check_versions(engine, films, partial(refreshed, name="films"))
     engine.close()
 
 
@@ -115,10 +95,3 @@ def test_two_api_servers(servers, tiny_model, tmp_path):
     for _ in range(4):
         version = served.take_up()
         wait_for(lambda version=version: {films.check(served.choice()["item"]) for _ in range(8)} == {version.name})
-
-
-def test_a_server_with_a_folder_without_a_set_does_not_start(tiny_model, tmp_path):
-    flags = ("--guided-decoding-backend", "static", "--item-set", f"films={tmp_path}")
-    log = start_expecting_failure("v1", tiny_model, arguments=flags)
-    assert "is no published set" in log
-    assert "Traceback" not in log

@@ -6,7 +6,8 @@ import json
 
 import numpy as np
 import pytest
-from asking import CITIES, answer, inline, named, prompts
+from asking import answer, named, prompts
+from draft_tests import check_same, greedy
 from engine_tests import *  # noqa: F403 - its tests, with the engine of this module
 from engine_tests import OTHERS, check_answers
 
@@ -43,28 +44,8 @@ def test_a_step_of_the_host_path_fills_its_rows_at_once(engine, path, named_sets
 
 
 def test_both_paths_give_the_same_answers_at_temperature_0(static, named_sets):
-    names = [name for name in named_sets for _ in range(3)]
-    params = [named(name, temperature=0) for name in names] + [inline(CITIES, temperature=0)]
-    device, host = (
-        [
-            output["output_ids"]
-            for output in static(path).generate(input_ids=prompts(len(params)), sampling_params=params)
-        ]
-        for path in ("device", "host")
-    )
-    assert device == host
-
-
-def test_logprobs_are_those_after_the_mask(engine, named_sets):
-    (output,) = engine.generate(
-        input_ids=prompts(1), sampling_params=named("large", temperature=0), return_logprob=True, top_logprobs_num=2
-    )
-    chosen = [entry[0] for entry in output["meta_info"]["output_token_logprobs"]]
-    assert len(chosen) == len(output["output_ids"])
-    assert np.isfinite(chosen).all()
-    (output,) = engine.generate(input_ids=prompts(1), sampling_params=named("one"), return_logprob=True)
-    forced = [entry[0] for entry in output["meta_info"]["output_token_logprobs"]]
-    assert np.allclose(forced, 0, atol=1e-5)
+    words = greedy([*named_sets] * 3)
+    check_same(static("device"), static("host"), prompts(len(words)), words)
 
 
 def test_streaming(engine, named_sets):

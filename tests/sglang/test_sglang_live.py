@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live import OPTIONS, Films, Served, broken
+from live import OPTIONS, Films, Served, broken, check_versions
 from live_tests import *  # noqa: F403 - its tests, with the server of this module
 
 from sglang_static.compat import VARIABLE
@@ -34,11 +34,8 @@ def test_offline(engines, tiny_model, tmp_path, path):
     films = Films(tmp_path / "sets" / "films")
     given = options(tmp_path, path, item_sets={"films": str(films.folder)})
     engine = engines(tiny_model, grammar_backend="static", **given)
-    for _ in range(3):
-        assert engine.call(_refreshed) == films.versions[-1].name
-        output = engine.generate("p", {"max_new_tokens": 9, "custom_params": {"item_set": "films"}})
-        assert films.check(output["meta_info"]["item"]) == films.versions[-1].name
-        films.publish()
+    assert engine.call(refreshed) == films.versions[0].name
+    check_versions(engine, films, refreshed)
 
 
 def test_two_ranks_that_share_requests(engines, tiny_model, tmp_path):
@@ -47,20 +44,10 @@ def test_two_ranks_that_share_requests(engines, tiny_model, tmp_path):
     # SGLang gives each rank a NUMA node of its own by default, and ends if there are too few.
     cores = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
     engine = engines(tiny_model, grammar_backend="static", **given, dp_size=2, env=cores)
-    check_versions(engine, films, answers=2)  # each gets one
+    check_versions(engine, films, refreshed)
 
 
-def check_versions(engine: Any, films: Films, *, answers: int) -> None:
-    """Each of three versions is taken up when the engine is told to, and gives that many answers."""
-    for _ in range(3):
-        films.publish()
-        assert engine.call(_refreshed) == films.versions[-1].name
-        for _ in range(answers):
-            output = engine.generate("p", {"max_new_tokens": 9, "custom_params": {"item_set": "films"}})
-            assert films.check(output["meta_info"]["item"]) == films.versions[-1].name
-
-
-def _refreshed(engine: Any) -> str:
+def refreshed(engine: Any) -> str:
     import sglang_static
 
     (entry,) = sglang_static.refresh(engine, "films")

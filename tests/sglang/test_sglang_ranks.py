@@ -7,9 +7,10 @@ import re
 
 import pytest
 from asking import CITIES, inline, named, prompts
-from live import Films
+from engine_tests import check_answers
+from live import Films, check_versions
 from test_sglang_device import check_items
-from test_sglang_live import check_versions, options
+from test_sglang_live import options, refreshed
 from test_sglang_wide_lists import ASKED, CHECKS, WIDE, items, requests, with_rounds
 
 
@@ -28,10 +29,7 @@ def ranks(engines, tiny_model, files, films):
 
 def test_two_ranks_sample_the_same(ranks, named_sets):
     """Every rank has an arena and samples all rows; SGLang lets them agree on the tokens."""
-    params = [*map(named, named_sets), inline(CITIES)] * 2
-    check_items(
-        named_sets, [*named_sets, None] * 2, ranks.generate(input_ids=prompts(len(params)), sampling_params=params)
-    )
+    check_answers(ranks, named_sets, 16)
     assert ranks.log().count("Item sets on cpu") == 2
 
 
@@ -45,7 +43,7 @@ def test_two_ranks_choose_the_same_beams(ranks):
 
 
 def test_two_ranks_take_versions_up(ranks, films):
-    check_versions(ranks, films, answers=2)
+    check_versions(ranks, films, refreshed)
 
 
 def test_masks_of_grammars_on_the_entry_rank_alone(engines, tiny_model, files, named_sets, films):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from asking import answer, named, prompts
 from draft_tests import check_distribution, check_same, check_sampled, greedy, repeating, saved
-from engine_words import Answer, asked
+from engine_words import Answer
 from models import cached_tiny_llama
 from samples import FEW, SAMPLES, exact
 from sets import FIRST, LAST
@@ -39,10 +39,7 @@ def speculation():
 @pytest.mark.parametrize("kind", ["ngram", "chain", "tree"])
 def test_answers_are_those_without_speculation(static, path, named_sets, speculation, kind, overlap):
     kernels, count = ("triton", 2) if (path, overlap) == ("device", "1") else ("numba", 4)  # the interpreter is slow
-    asking, words = [], []
-    for name in ("large", "ragged", "prefixes"):
-        asking += repeating(sorted(named_sets[name].items)[:6], count)
-        words += [asked(name, temperature=0)] * count
+    asking, words = repeating(named_sets, count)
     words += [*greedy(["one"]), {"regex": "[0-9]{3}", "temperature": 0}]
     asking += prompts(4)
     plain = static(path)

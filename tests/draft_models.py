@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from models import cached, tiny_tokenizer
+from models import SMALL, cached, marks_of, tiny_tokenizer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,22 +68,8 @@ def _write_mimo(vocab_size: int, directory: Path) -> None:
     from transformers import Qwen2Config
 
     tokenizer = tiny_tokenizer()
-    config = Qwen2Config(
-        architectures=["MiMoForCausalLM"],
-        vocab_size=vocab_size,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_nextn_predict_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        tie_word_embeddings=False,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype="float32",
-    )
+    own = {"architectures": ["MiMoForCausalLM"], "vocab_size": vocab_size, "num_nextn_predict_layers": 1}
+    config = Qwen2Config(**own, **SMALL, **marks_of(tokenizer))
     hidden, mtp = config.hidden_size, "model.mtp_layers.0"
     shapes: Shapes = {f"{name}.weight": (vocab_size, hidden) for name in ("model.embed_tokens", "lm_head")}
     for layer in ("model.layers.0", "model.layers.1", mtp):

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -30,6 +30,19 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
 )
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": False,
+    # In float32 a request's logits hardly depend on the batch it runs in, so greedy outputs can be compared.
+    "dtype": "float32",
+}
+"""The shape of the tiny models."""
 
 _ADJECTIVES = "red quiet lost golden last broken silver brave hidden little electric frozen endless secret wild"
 _NOUNS = "river letter station harbour garden winter stranger mirror engine island captain library summer road"
@@ -56,27 +69,11 @@ def tiny_llama(directory: Path | str, vocab_size: int = 2112, seed: int = 0) -> 
     tokenizer = tiny_tokenizer()
     if vocab_size < len(tokenizer):
         raise ValueError(f"vocab_size {vocab_size} is smaller than the tokenizer's {len(tokenizer)} tokens")
-    config = LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        tie_word_embeddings=False,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        # In float32 a request's logits hardly depend on the batch it runs in, so greedy outputs can be compared.
-        dtype="float32",
-    )
+    config = LlamaConfig(vocab_size=vocab_size, **SMALL, **marks_of(tokenizer))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config)
-    model.generation_config = GenerationConfig(
-        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
-    )
+    model.generation_config = GenerationConfig(**marks_of(tokenizer))
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory
@@ -104,6 +101,10 @@ def cached(name: str, build: Callable[[Path], object], **ingredients: int | str)
             if not path.is_dir():
                 raise
     return path
+
+
+def marks_of(tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
+    return {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:

@@ -12,6 +12,7 @@ import torch
 from devices import DEVICE
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import SMALL
 from safetensors.torch import load_file, save_file
 from test_kernels import NothingReadBack
 from views import KINDS, made
@@ -258,14 +259,8 @@ def model() -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(2)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=SIZE,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-    )
+    small = SMALL | {"hidden_size": SIZE, "intermediate_size": 32, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=VOCABULARY, **small)
     return LlamaForCausalLM(config).eval().to(DEVICE)
 
 

@@ -357,11 +357,14 @@ class TestTriton:
         assert len(tried) > 1
         assert taken <= tried
 
-    @pytest.mark.parametrize(("name", "renormalised"), [("ragged", False), ("prefixes", True)])
-    def test_tails_are_read_whole(self, engine, usual, name, renormalised):
-        """Prompts inside a block of 32, of one, and a token longer, in passes of several prompts."""
+    @pytest.mark.parametrize(("name", "renormalised"), [("fixed", False), ("ragged", False), ("prefixes", True)])
+    def test_lists_are_those_of_another_layout(self, engine, usual, name, renormalised):
+        """Prompts inside a block of 32, of one, and a token longer, in passes of several prompts; tails are read whole,
+        or as on an accelerator. vLLM's own Triton attention reads the prompts, and ours the beams' own tokens."""
         lengths = [20, 32, 33, 33]
-        found = engine.call(inside, name, 4, 3, renormalised, lengths)
-        for items, expected in zip(found, usual.call(inside, name, 4, 3, renormalised, lengths), strict=True):
-            same(items, expected)
-            assert items
+        expected = usual.call(inside, name, 4, 3, renormalised, lengths)
+        assert "TRITON_ATTN" in engine.log()
+        for form in (inside, as_accelerators):
+            for items, wanted in zip(engine.call(form, name, 4, 3, renormalised, lengths), expected, strict=True):
+                same(items, wanted)
+                assert items

@@ -7,7 +7,6 @@ import time
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 from draw_requests import CUT_OFF
 from engine_words import CITIES, PROMPT
@@ -169,15 +168,6 @@ def test_a_bad_request_names_the_field_at_fault(server, body, param):
     assert (status, answer["error"]["param"]) == (400, param)
 
 
-def test_a_wider_beam_over_http(server, named_sets, oracle):
-    """As wide as the set it gives the best of the exact ranking, and no more of them than asked for."""
-    asked = {"model": "tiny", "prompt": PROMPT, "use_beam_search": True, "n": 3, "max_tokens": 40, "item_set": "ragged"}
-    status, answer = server.post("/v1/completions", asked | {"width": len(named_sets["ragged"].items)})
-    assert status == 200, answer
-    expected = [score for score, _ in oracle(sorted(named_sets["ragged"].items))[:3]]
-    np.testing.assert_allclose([choice["item"]["score"] for choice in answer["choices"]], expected, atol=2e-3)
-
-
 def test_a_ranked_list_elsewhere_is_http_400(server):
     asked = {"model": "tiny", "use_beam_search": True, "item_set": "ragged"}
     chat = {"messages": [{"role": "user", "content": "p"}], "n": 2, "max_tokens": 20, "stream": True}
@@ -201,20 +191,6 @@ def test_the_requests_of_a_client_that_went_are_aborted(server):
         pytest.fail("requests are still there")
     status, answer = server.post("/v1/completions", asked | {"n": 1, "item_set": "one"})
     assert status == 200, answer
-
-
-@pytest.mark.parametrize(
-    ("params", "message"),
-    [
-        ({"item_set": "raged"}, "did you mean 'ragged'"),
-        ({"item_set": "ragged", "exact": 1}, "exact must be true or false, not 1"),
-        ({"item_set": "ragged", "max_passes": 0}, "max_passes must be a number of forward passes, at least 1, not 0"),
-        ({"item_set": "ragged", "choice": ["a"]}, "exclude each other"),
-    ],
-)
-def test_a_bad_request_is_refused(engine, params, message):
-    with pytest.raises(VLLMValidationError, match=message):
-        engine.rank(2, **params)
 
 
 def draws(llm: Any, options: dict[str, Any]) -> list[tuple[Any, ...]]:

@@ -95,23 +95,6 @@ def count_masks(llm: Any, params: list[SamplingParams]) -> int:
     return mask.call_count
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"logprobs": 0}, "return_set_weight cannot be had here: it comes in the place of logprobs"),
-        ({"ignore_eos": True}, "with ignore_eos an answer goes on after its end"),
-        ({"extra_args": {"return_set_weight": True}}, "return_set_weight is of one sampled answer with item_set"),
-        ({"extra_args": {"item_set": "one", "return_set_weight": "yes"}}, "must be true or false, not 'yes'"),
-        ({"extra_args": {"item_set": "one", "return_set_weigth": True}}, "did you mean return_set_weight?"),
-    ],
-)
-def test_what_cannot_be_weighed_is_refused(engines, tiny_model, static, given, message):
-    engine = engines("v2", tiny_model, **on_path(static, "device", "numba"))
-    params = SamplingParams(**({"extra_args": {"item_set": "one", "return_set_weight": True}} | given))
-    with pytest.raises(VLLMValidationError, match=message):
-        engine.generate("p", params)
-
-
 def test_the_host_path_of_model_runner_v2_refuses(engines, tiny_model, static):
     engine = engines("v2", tiny_model, **on_path(static, "host"))
     with pytest.raises(VLLMValidationError, match="model runner V2 needs the device path for it"):

@@ -150,15 +150,3 @@ def test_what_takes_rounds_says_why(engine):
     assert set(ways) == {ONE_REQUEST}
     found, _ = engine.call(as_accelerators, asked | {"draws": 2, "replace": False}, [9])
     assert len({item for item, _ in found[0]["items"]}) == 2
-
-
-def test_draws_over_http(servers, tiny_model, named_sets):
-    flags = ("--guided-decoding-backend", "static", "--item-set", f"labels={named_sets['labels'].path}")
-    server = servers("v2", tiny_model, arguments=flags)
-    asked = {"model": "tiny", "prompt": prompt_of(10), "max_tokens": 20, "item_set": "labels", "draws": 5, "seed": 3}
-    answers = [server.post("/v1/completions", asked | more) for more in ({}, ROUNDS)]
-    assert [status for status, _ in answers] == [200, 200]
-    drawn, by_rounds = ([choice["item"]["key"] for choice in answer["choices"]] for _, answer in answers)
-    assert drawn == by_rounds
-    lines = [line for line in server.get("/metrics")[1].splitlines() if line.startswith("item_set:draw_requests_total")]
-    assert len(lines) == 2

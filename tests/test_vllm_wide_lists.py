@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from adapters import make_adapter
-from engines import force_asynchronous_scheduling, take_triton_attention
+from engines import force_asynchronous_scheduling
 from ranking import oracle_of
 from safetensors.torch import load_file, save_file
 from samples import CHURNED
@@ -348,18 +348,6 @@ def test_what_takes_too_many_tokens_is_said(engine):
     """A worker refuses nothing: the answer has a number instead of a list."""
     (output,) = engine.generate({"prompt_token_ids": prompt_of(9)}, asked("large", 1_500, 1, False))
     assert output.prompt_token_id_logprobs.tolist() == [[float(REASONS.index(NoList.TOO_LONG))]]
-
-
-@pytest.mark.parametrize(("name", "renormalised"), [("fixed", False), ("ragged", False), ("prefixes", True)])
-def test_the_cache_as_gpus_have_it(engines, tiny_model, static, engine, name, renormalised):
-    """vLLM's own Triton attention reads the prompts, and ours the beams' own tokens."""
-    layout = {"attention_config": {"backend": "TRITON_ATTN"}, "prepare": take_triton_attention}
-    other = engines("v2", tiny_model, **static, **ROOMY, **layout)
-    lengths = [20, 32, 33]
-    found = other.call(as_accelerators, name, 4, 3, renormalised, lengths)
-    assert "TRITON_ATTN" in other.log()
-    for items, expected in zip(found, engine.call(inside, name, 4, 3, renormalised, lengths), strict=True):
-        same(items, expected)
 
 
 def test_a_list_takes_an_entry_a_node(engine):

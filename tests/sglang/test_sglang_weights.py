@@ -17,8 +17,6 @@ from sglang_engines import NGRAM, draft_model, sampling_params
 from weight_tests import *  # noqa: F403 - its oracle
 from weight_tests import check_weights
 
-WEIGHED = named("one", return_set_weight=True)
-
 
 def test_log_probabilities_with_speculation_are_refused(static, path):
     engine = static(path, item_set_kernels="numba", **NGRAM)
@@ -44,22 +42,6 @@ def test_candidates_have_the_log_probabilities_of_the_trainer(static, path, name
         return [one[0] for one in answer.said["output_token_logprobs"]]
 
     check_logprobs(engine, named_sets, trainer, logprobs, legal=True, temperature=0.7)
-
-
-@pytest.mark.parametrize(
-    ("params", "logprobs", "message"),
-    [
-        (WEIGHED, True, "return_set_weight cannot be had here: it comes in the place of log-"),
-        (WEIGHED | {"ignore_eos": True}, False, "with ignore_eos an answer goes on after its end"),
-        (WEIGHED | {"beam_width": 2}, False, "return_set_weight is of one sampled answer with item_set"),
-        (named("one", return_set_weight=1), False, "return_set_weight must be true or false, not 1"),
-    ],
-)
-def test_what_cannot_be_weighed_is_refused(static, path, params, logprobs, message):
-    with pytest.raises(ValueError, match=message):
-        static(path, item_set_kernels="numba").generate(
-            input_ids=PROMPT, sampling_params=params, return_logprob=logprobs
-        )
 
 
 def test_ten_cycles_of_sleep_and_new_weights_under_load(static, path, tiny_model, named_sets):

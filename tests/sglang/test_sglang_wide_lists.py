@@ -59,6 +59,13 @@ def items(output: dict[str, Any]) -> list[tuple[Any, ...]]:
     return [(one["output_ids"], one["text"], *(one["meta_info"][word] for word in words)) for one in found]
 
 
+def check_by_rounds(engine: Any, asked: Any, outputs: Any) -> None:
+    """Lists that were asked for together are those that each takes rounds for."""
+    for (ids, params), output in zip(asked, outputs, strict=True):
+        expected = with_rounds(engine, None, params, ids)
+        assert [one[:3] for one in items(output)] == [one[:3] for one in items(expected)]
+
+
 def scores(output: dict[str, Any]) -> list[float]:
     return [one["meta_info"]["sequence_score"] for one in output["meta_info"]["beam_results"]]
 
@@ -204,9 +211,7 @@ def test_others_wait_neither_for_lists_that_wait_nor_for_long_steps(either):
     assert [one["output_ids"] for one in (first, second, third)] == [one["output_ids"] for one in alone]
     assert max(first["finished"], second["finished"]) < max(output["finished"] for output in found)
     assert "lists sit out a step of" in either.log()[begin:]
-    for (ids, params), output in zip(lists, found, strict=True):
-        expected = with_rounds(either, None, params, ids)
-        assert [one[:3] for one in items(output)] == [one[:3] for one in items(expected)]
+    check_by_rounds(either, lists, found)
 
 
 def test_nothing_is_left_of_lists_whose_clients_go(either):
@@ -381,9 +386,7 @@ def test_lists_wait_for_room(static):
     before = requests(small)
     outputs = together(small, [*lists, ([7, 8, 9], named("ragged", temperature=0))])
     assert requests(small) == before + 4
-    for (ids, params), output in zip(lists, outputs[:3], strict=True):
-        expected = with_rounds(small, None, params, ids)
-        assert [one[0] for one in items(output)] == [one[0] for one in items(expected)]
+    check_by_rounds(small, lists, outputs[:3])
 
 
 def test_lists_share_a_step_as_far_as_its_rows_go(static):
@@ -397,8 +400,7 @@ def test_lists_share_a_step_as_far_as_its_rows_go(static):
     assert {count for count, _ in steps} >= {1, 2}
     assert all(rows <= 130 for count, rows in steps if count > 1)
     assert max(rows for _, rows in steps) > 130
-    for (ids, params), output in zip(lists, outputs[:-1], strict=True):
-        assert [one[:3] for one in items(output)] == [one[:3] for one in items(with_rounds(small, None, params, ids))]
+    check_by_rounds(small, lists, outputs[:-1])
 
 
 OTHERWISE = {"page_size": 4, "disable_radix_cache": True}

@@ -151,25 +151,6 @@ def test_races_follow_the_distribution(toy, temperature):
     same(items, drawn(toy, drawing(built, n)).items)
 
 
-@pytest.mark.parametrize("name", ["prefixes", "trap", "tiny"])
-def test_without_replacement_the_second_is_drawn_from_what_is_left(name):
-    """The law of ordered pairs: p(x) p(y) / (1 - p(x))."""
-    toy = TOYS[name]
-    number, seeds = {item: i for i, item in enumerate(toy.items)}, SAMPLES // 2
-    (_, _, (built,)) = placed([list(item) for item in toy.items])
-    # Races of other seeds, two items each, side by side.
-    drawings = [Drawing(built, 2, end_token=END, seed=seed, replace=False) for seed in range(seeds)]
-    together = Drawing(built, 2, end_token=END, seed=0, replace=False)
-    together._races = {i: drawing._races[0] for i, drawing in enumerate(drawings)}
-    pairs = np.zeros((len(number), len(number)))
-    for first, second in decided(run(toy.items, of_toy(toy), together, END, 8)):
-        pairs[number[first[0]], number[second[0]]] += 1
-    p = toy.weights() / toy.weights().sum()
-    expected = np.outer(p, p) / (1 - p)[:, None]
-    np.fill_diagonal(expected, 0)
-    assert fit(pairs, expected) > SURE
-
-
 @settings(max_examples=3, deadline=None)
 @given(items=item_sets(vocab_size=VOCABULARY - 1, max_items=20), seed=st.integers(0, 99), data=st.data())
 @pytest.mark.slow

@@ -122,17 +122,6 @@ def test_the_search_on_the_host_finds_the_same(items: list[list[int]], end: int 
     assert all(shape[1] <= width_at(width, taken) for taken, shape in enumerate(caller.shapes[1:], 1))
 
 
-@pytest.mark.parametrize("renormalised", [False, True])
-@pytest.mark.parametrize("end", [None, END])
-@pytest.mark.slow
-def test_triton_finds_the_same(end: int | None, renormalised: bool) -> None:
-    items = [[1, 2], [1, 2, 3], [4], [5, 6, 7, 8], [5, 6, 1, 2], [70, 0], [9, 9, 9, 9, 9], *[[3, t] for t in range(20)]]
-    arena, (_, number), (_, built) = placed([[3, 1], [4]], items)
-    options = {"width": 4, "end_token": end, "renormalised": renormalised}
-    beams = Beams(arena, [number] * 2, built.level_plan, k=6, kernels="triton", **options)
-    check(Caller(beams, torch.float32).run(), 0, best_items(Model(), Search(built, 6, **options)))
-
-
 @settings(max_examples=60, deadline=None)
 @given(items=item_sets(vocab_size=VOCABULARY - 1), end=st.sampled_from([None, END]))
 def test_a_beam_as_wide_as_the_set_ranks_it(items: list[list[int]], end: int | None) -> None:
@@ -187,22 +176,6 @@ def test_the_next_pass_is_told() -> None:
     assert beams.passes_left == 0
     with pytest.raises(ValueError, match="the search is over"):
         beams.round(torch.zeros(8, 3, VOCABULARY, device=DEVICE))
-
-
-def test_rows_that_lead_nowhere_are_left_out() -> None:
-    """Only a few of these items have a node after their second token: the others are complete in the second pass."""
-    items = torch.randint(0, 70, (900, 4), generator=torch.Generator().manual_seed(4)).tolist()
-    arena, (number,), (built,) = placed(items)
-    shapes, results = [], []
-    for narrow in (False, True):
-        beams = Beams(arena, [number] * 2, built.level_plan, width=24, k=6, end_token=END)
-        caller = Caller(beams, narrow=narrow)
-        results.append((table_of(caller.run().found).tolist(), beams.took.tolist(), beams.proven.tolist()))
-        shapes.append([rows for _, rows, *_ in caller.shapes])
-    assert results[0] == results[1]
-    assert shapes[0][:3] == [1, 24, 24]
-    assert shapes[1][:2] == [1, 24]
-    assert sum(shapes[1]) < sum(shapes[0])
 
 
 @pytest.mark.slow

@@ -136,17 +136,6 @@ def test_triton_finds_the_same(end_token: int | None) -> None:
     check_exact(items, search(items, 8, end_token, batch=1, kernels="triton"), 0, end_token)
 
 
-def test_a_narrow_beam_returns_items_with_their_own_scores() -> None:
-    items = torch.randint(0, 12, (300, 4), generator=torch.Generator().manual_seed(1)).tolist()
-    answer = search(items, 5, None)
-    for row in range(2):
-        scores = {item: score for score, item in brute_force(items, row, None)}
-        found = [tuple(tokens) for tokens in answer.tokens[row].tolist()]
-        assert answer.found[row] == len(set(found)) == 5
-        torch.testing.assert_close(answer.scores[row].cpu(), torch.tensor([scores[item] for item in found]))
-        assert answer.scores[row].tolist() == sorted(answer.scores[row].tolist(), reverse=True)
-
-
 def test_an_impossible_item_is_not_found() -> None:
     def forbids(tokens: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
         logits = logits_fn(tokens, parents)

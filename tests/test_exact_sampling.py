@@ -64,15 +64,6 @@ def test_draws_follow_the_distribution(toy, temperature):
     np.testing.assert_allclose([item.score for item in found.items], [whole[item.tokens] for item in found.items])
 
 
-@pytest.mark.parametrize("name", ["prefixes", "trap"])
-@pytest.mark.slow
-def test_one_draw_a_request_follows_it_too(name):
-    toy = TOYS[name]
-    built = itemset.build(toy.items)
-    found = [drawn(toy, Drawing(built, 1, end_token=END, seed=seed)) for seed in range(SAMPLES)]
-    assert fit(toy.counts([item for one in found for item in tokens(one)]), toy.weights()) > SURE
-
-
 @pytest.mark.parametrize("toy", TOYS.values(), ids=TOYS)
 def test_draws_of_one_request_are_independent(toy):
     found = tokens(drawn(toy, Drawing(itemset.build(toy.items), SAMPLES, end_token=END, seed=6)))

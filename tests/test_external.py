@@ -256,19 +256,6 @@ def test_errors_name_the_row_or_item_of_the_whole_file(tmp_path: Path, tokenizer
     assert "row 41 holds token id -2" in refusal(tmp_path / "a.npy")
 
 
-def test_what_a_build_in_memory_refuses(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    texts = write_table(tmp_path / "a.csv", {"t": TEXTS})
-    tokens = write_table(tmp_path / "a.jsonl", {"t": [[1, 2]]})
-    assert "give the model's tokenizer" in refusal(texts, column="t")
-    assert "omit the vocabulary size" in refusal(texts, column="t", tokenizer=tokenizer, vocab_size=5)
-    assert "the prefix is for texts" in refusal(tokens, prefix=" ")
-    assert "no file" in refusal(tmp_path / "none.csv")
-    assert "no columns" in refusal(write_table(tmp_path / "a.txt", {"t": ["a"]}), key="t")
-    for suffix in ("csv", "parquet"):
-        assert "has no rows" in refusal(write_table(tmp_path / f"none.{suffix}", {"t": []}))
-    assert sorted(os.listdir(tmp_path)) == ["a.csv", "a.jsonl", "a.txt", "none.csv", "none.parquet"]
-
-
 def test_a_source_that_changes_between_two_reads_is_named(tmp_path: Path) -> None:
     path, changed = tmp_path / "a.npy", []
 

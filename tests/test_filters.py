@@ -200,25 +200,6 @@ def test_slices_and_tables_without_columns(stored):
         passing({"region": "DE"}, none)
 
 
-def test_what_missing_values_pass():
-    table = pa.table({"x": pa.array([1, None, 2]), "names": pa.array([["a"], None, []], pa.list_(pa.string()))})
-    for query, wanted in (
-        ({"x": {"$exists": False}}, [False, True, False]),
-        ({"x": {"$ne": 1}}, [False, True, True]),
-        ({"x": {"$nin": [1, 2]}}, [False, True, False]),
-        ({"x": {"$nin": []}}, [True, True, True]),
-        ({"x": {"$in": []}}, [False, False, False]),
-        ({"x": {"$not": {"$gt": 1}}}, [True, True, False]),
-        ({"$not": {"x": 2}}, [True, True, False]),
-        ({"x": {"$gte": -(10**30)}}, [True, False, True]),
-        ({"x": {"$lt": 10**30, "$exists": True}}, [True, False, True]),
-        ({"names": {"$exists": True}}, [True, False, True]),
-        ({"names": "a"}, [True, False, False]),
-        ({"names": {"$ne": "a"}}, [False, True, True]),
-    ):
-        assert passing(query, table).tolist() == wanted, query
-
-
 @pytest.mark.parametrize("kind", [pa.int8(), pa.uint8(), pa.int32(), pa.int64(), pa.uint64()])
 def test_long_lists_of_integers_up_to_their_types_limits(kind):
     limits = np.iinfo(str(kind))

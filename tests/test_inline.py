@@ -15,7 +15,7 @@ from models import tiny_tokenizer
 
 import itemset
 from itemset.serving import metrics
-from itemset.serving.catalogue import OVERHEAD, Catalogue, InlineSet
+from itemset.serving.catalogue import Catalogue, InlineSet
 from itemset.serving.config import ModelLimits, StaticConfig, Words
 from itemset.serving.front.admission import Checks
 from itemset.serving.front.inline import FEW_TEXTS, SLICE_CHARACTERS, SLICE_TEXTS, Encoder, InlineTexts, Steps, _slices
@@ -104,23 +104,6 @@ def test_a_known_set_waits_for_no_list_and_a_short_one_passes_a_long_one(tokeniz
     asyncio.run(run())
     assert ended == ["known", "known again", "short", "long"]
     assert gate.texts == [2, SLICE_TEXTS, 2, *[SLICE_TEXTS] * 3]
-
-
-def test_encoding_stops_when_all_who_wait_have_left(tokenizer, gate):
-    texts = [f"label {i}" for i in range(20 * SLICE_TEXTS)]
-    checks = front_end(tokenizer)
-
-    async def run() -> None:
-        tasks = [asyncio.create_task(prepared(checks, texts)) for _ in range(2)]
-        await asyncio.to_thread(gate.begun.wait)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        gate.opened.set()
-        await prepared(checks, ["red"])
-
-    asyncio.run(run())
-    assert gate.texts == [SLICE_TEXTS, 1]
 
 
 def test_encoding_goes_on_for_those_who_stay(tokenizer, gate):
@@ -272,14 +255,6 @@ def kept(catalogue: Catalogue, texts: int) -> str:
     one = InlineSet.from_index(f"inline:{texts}", itemset.build([[i, i + 1] for i in range(texts)]).to_bytes())
     catalogue.keep(one)
     return one.reference
-
-
-def test_small_sets_count_with_what_surrounds_them():
-    sets = Catalogue(StaticConfig(inline_set_host_memory=10 * OVERHEAD))
-    references = [kept(sets, i) for i in range(1, 50)]
-    still = [reference for reference in references if sets.inline(reference)]
-    assert 1 < len(still) < 10
-    assert still == references[-len(still) :]
 
 
 def test_a_set_is_known_while_it_is_held():

@@ -94,16 +94,6 @@ def test_the_order_of_the_input_does_not_matter(items: list[list[int]]) -> None:
     assert itemset.build(items).digest == itemset.build(sorted(items)).digest == itemset.build(items[::-1]).digest
 
 
-@given(item_sets(VOCAB))
-@settings(max_examples=100, deadline=None)
-def test_bytes_and_back(items: list[list[int]]) -> None:
-    s = itemset.build(items, keys=[str(i) for i in range(len(items))], vocab_size=VOCAB)
-    again = itemset.from_bytes(s.to_bytes())
-    assert again.to_bytes() == s.to_bytes()
-    assert (again.digest, again.vocab_size, repr(again)) == (s.digest, VOCAB, repr(s))
-    assert list(again.lookup(items)) == list(s.lookup(items))
-
-
 def test_prefixes_that_are_no_items_have_no_key() -> None:
     s = itemset.build([[1, 2, 3], [1, 2, 4], [5, 6, 7, 8], [9]])
     for tokens in ([-1], [2**70]):
@@ -239,16 +229,6 @@ def test_a_set_too_large_for_its_numbers_is_refused(
     monkeypatch.setattr(module, limit)
     with pytest.raises(ItemSetError, match=message):
         itemset.build([[1, 2, 3], [2, 3, 4], [3, 4, 5]])
-
-
-def test_long_items_over_a_large_vocabulary() -> None:
-    items = np.random.default_rng(3).integers(0, 152_000, (500, 200))
-    items[:, :150] = items[0, :150]
-    items[100:, 150:] = items[100, 150:]
-    items[100:, 199] = np.arange(151_600, 152_000)
-    s = itemset.build(items, vocab_size=152_000)
-    assert s.tokens(s.lookup(items)) == items.tolist()
-    assert s.children(items[100, :199])[0].tolist() == list(range(151_600, 152_000))
 
 
 def test_the_tokenizers_vocabulary_is_the_limit() -> None:

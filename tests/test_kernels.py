@@ -424,17 +424,6 @@ def test_stepping_twice_is_stepping_once(kernels: ModuleType) -> None:
     assert torch.equal(slots.cells[:-1], before)
 
 
-def test_a_slot_that_is_assigned_again_begins_again(kernels: ModuleType) -> None:
-    slots, batch, logits = plain_step("numba" if kernels is cpu_kernels else "triton")
-    slots.step(batch, logits)
-    one = slots.arena.plan.residents[0].number
-    slots.assign(tensor([0, 2]), tensor([one, -1]), tensor([[-1, 1, 2], [-1, -1, -1]]))
-    batch.end.zero_()
-    again = torch.randn(5, 4999, device=DEVICE)
-    slots.step(batch._replace(above=None, tokens=None), again)
-    assert legal(again) == [[5, 7]] * 3 + [[5, 6], ["all"]]
-
-
 def test_tokens_left_of_the_window_end_the_request(kernels: ModuleType) -> None:
     """Never a wrong mask: where committed tokens were missed, only stop tokens remain."""
     slots, batch, logits = plain_step("numba" if kernels is cpu_kernels else "triton")

@@ -51,18 +51,8 @@ def copied(source: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """An sdist, and a wheel that is built from it alone."""
     return release.build(copied(tmp_path_factory.mktemp("source")), tmp_path_factory.mktemp("out"), WHEN)
-
-
-@pytest.fixture(scope="module")
-def sdist(built: tuple[Path, Path]) -> Path:
-    return built[0]
-
-
-@pytest.fixture(scope="module")
-def wheel(built: tuple[Path, Path]) -> Path:
-    """Built from the sdist alone."""
-    return built[1]
 
 
 @pytest.mark.slow
@@ -83,15 +73,15 @@ def test_the_version_stands_in_one_place(built: tuple[Path, Path]) -> None:
     assert [path.name.split("-")[1].removesuffix(".tar.gz") for path in built] == [version, version]
 
 
-def test_the_sdist_holds_every_package_and_no_tests(sdist: Path) -> None:
-    with tarfile.open(sdist) as archive:
+def test_the_sdist_holds_every_package_and_no_tests(built: tuple[Path, Path]) -> None:
+    with tarfile.open(built[0]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert files_of_packages() | set(BESIDE) <= names
     assert not [name for name in names if name.startswith("tests/")]
 
 
-def test_the_wheel_holds_every_package_and_the_licence(wheel: Path) -> None:
-    with zipfile.ZipFile(wheel) as archive:
+def test_the_wheel_holds_every_package_and_the_licence(built: tuple[Path, Path]) -> None:
+    with zipfile.ZipFile(built[1]) as archive:
         names = set(archive.namelist())
         (info,) = {name.partition("/")[0] for name in names if ".dist-info/" in name}
         metadata: Message = message_from_bytes(archive.read(f"{info}/METADATA"))
@@ -107,12 +97,12 @@ def test_the_wheel_holds_every_package_and_the_licence(wheel: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_wheel_works_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
+def test_the_wheel_works_in_an_empty_environment(built: tuple[Path, Path], tmp_path: Path) -> None:
     """Empty but for what it requires, which is this environment's: nothing is downloaded."""
     venv.create(tmp_path / "venv", with_pip=False, symlinks=True)
     scripts, python = tmp_path / "venv" / "bin", tmp_path / "venv" / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python]
-    run(*pip, "install", "--no-deps", "--no-index", wheel, cwd=tmp_path)
+    run(*pip, "install", "--no-deps", "--no-index", built[1], cwd=tmp_path)
     code = "import sysconfig; print(sysconfig.get_path('purelib'))"
     packages = Path(run(python, "-c", code, cwd=tmp_path).strip())
     # A path in a .pth file stands after the environment's own packages, and .pth files over there are not read.

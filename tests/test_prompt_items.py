@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import unicodedata
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -179,11 +177,3 @@ def test_a_prompt_that_holds_the_whole_set_is_refused(front):
         assert raised.value.param == ("only_keys" if chosen else "exclude_prompt")
     with pytest.raises(RefusedError, match=r"exclude_prompt: no item is left: exclude_prompt leaves 0 of the 64"):
         front.keys("codes", [token for code in CODES for token in code])
-
-
-def test_a_walk_takes_its_time_by_the_prompt(front):
-    """Not by the set, nor by its longest item, in steps of the trie."""
-    made = itemset.build([[1] * 60, [2, 3]])
-    prompt = np.tile([2, 3, 4], 20_000).tolist()
-    assert made.items_at(in_tokens(made, prompt)) == [[2, 3]]
-    assert re.fullmatch(r"\w+", "".join(words_of("A, b! ©")))

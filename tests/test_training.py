@@ -108,16 +108,6 @@ def test_from_hidden_states_it_is_the_same(mass: bool) -> None:
             _ = found.log_mass
 
 
-def test_gradcheck() -> None:
-    items = ragged(12)
-    ids, lengths, _ = batch(items, [0, 1], 6)
-    logits = torch.randn(2, 6, VOCABULARY, dtype=torch.float64, requires_grad=True)
-    hidden, head = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((2, 6, 3), (45, 3)))
-    legal = legal_tokens(ids, made(items), stop_tokens=STOP, starts=[0, 1], lengths=lengths)
-    assert torch.autograd.gradcheck(lambda x: legal_log_probs(x, legal, temperature=0.7), logits)
-    assert torch.autograd.gradcheck(lambda h, w: legal_log_probs_of_hidden(h, w, legal), (hidden, head))
-
-
 def test_divergence_is_exact_and_falls_to_zero() -> None:
     items = ragged()
     ids, lengths, where = batch(items, [0, 2], 6)

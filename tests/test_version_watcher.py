@@ -368,11 +368,6 @@ def test_a_set_of_a_file_is_not_followed(films, tmp_path):
     assert processes.checks[0].catalogue.version_fields(reference) == {}
 
 
-def test_a_folder_that_is_no_set(tmp_path):
-    with pytest.raises(ItemSetError, match="is no published set"):
-        with_versions({"item_sets": {"films": str(tmp_path)}, "item_set_cache": str(tmp_path / "cache")})
-
-
 def versions_of(count: int) -> list[itemset.ItemSet]:
     draw = np.random.default_rng(0)
     return [itemset.build(draw.integers(0, 300, (400, 5))) for _ in range(count)]

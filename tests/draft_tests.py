@@ -43,11 +43,11 @@ def repeating(named_sets: dict[str, NamedSet], count: int) -> tuple[list[Any], l
 
 
 def check_same(engine: Any, without: Any, asking: Sequence[Any], words: list[dict[str, Any]]) -> list[Answer]:
-    """The answers of an engine that speculates are those of one that does not, and so are its lists."""
-    drafted, expected = (one.ask(list(asking), words) for one in (engine, without))
-    assert [answer.tokens for answer in drafted] == [answer.tokens for answer in expected]
+    """An engine that speculates, or that differs otherwise, gives the answers and lists of one without that."""
+    found, expected = (one.ask(list(asking), words) for one in (engine, without))
+    assert [answer.tokens for answer in found] == [answer.tokens for answer in expected]
     check_lists(lists_of(engine), lists_of(without))
-    return drafted
+    return found
 
 
 def check_sampled(engine: Any, named_sets: dict[str, NamedSet], names: Sequence[str], **words: Any) -> list[Answer]:

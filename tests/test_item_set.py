@@ -31,18 +31,6 @@ def test_children_and_ends_of_every_prefix(items: list[list[int]]) -> None:
         assert terminal is ends
 
 
-@given(item_sets(VOCAB), st.lists(st.integers(0, VOCAB - 1), max_size=6))
-@settings(max_examples=150, deadline=None)
-def test_a_foreign_prefix_is_refused(items: list[list[int]], tokens: list[int]) -> None:
-    known = {before for before, *_ in prefixes(dict_trie(items))}
-    s = itemset.build(items)
-    if tuple(tokens) in known:
-        s.children(tokens)
-    else:
-        with pytest.raises(ValueError, match="no item starts with"):
-            s.children(tokens)
-
-
 @given(item_sets(VOCAB), st.randoms(use_true_random=False))
 @settings(max_examples=150, deadline=None)
 def test_keys_lead_to_items_and_back(items: list[list[int]], random) -> None:  # type: ignore[no-untyped-def]

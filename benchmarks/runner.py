@@ -274,21 +274,17 @@ def server(engine: str, sets: Mapping[str, Any], *, options: Mapping[str, Any] |
     """A running HTTP server of the tiny model, a context manager. sets: names and files; options: the plugin's."""
     model, named = tiny_model(), {name: str(path) for name, path in sets.items()}
     given = {"item_sets": named, **(options or {})} if named else dict(options or {})
-    import servers
-
-    port = servers.free_port()
+    fresh: Row = {"fresh": True, "timeout": 600}
     if engine == "sglang":
         import sglang_servers
 
-        arguments = sglang_servers.flags_of(model, port, {"grammar_backend": "static", **flags})
-        env = sglang_servers.HEALTH | {"SGLANG_STATIC": json.dumps(given), "TESTS_SGLANG_REPORTS": "0"}
-        env, module = sglang_servers.environment() | env, "sglang.launch_server"
-    else:
-        configs: Row = {"structured_outputs_config": {"backend": "static", "disable_any_whitespace": True}}
-        arguments = servers.flags_of(model, port, (), configs | {"additional_config": given, **flags})
-        env, module = servers.environment(engine.partition("-")[2]), "vllm.entrypoints.openai.api_server"
-    command = [sys.executable, "-m", module, *arguments]
-    return contextlib.closing(servers.HttpServer(servers.ServerProcess(command, port, env), 600))
+        env = {"SGLANG_STATIC": json.dumps(given), "TESTS_SGLANG_REPORTS": "0"}
+        return contextlib.closing(sglang_servers.Server(model, grammar_backend="static", env=env, **fresh, **flags))
+    import servers
+
+    configs: Row = {"structured_outputs_config": {"backend": "static", "disable_any_whitespace": True}}
+    runner = engine.partition("-")[2]
+    return contextlib.closing(servers.Server(runner, model, additional_config=given, **configs, **fresh, **flags))
 
 
 class Engine:

@@ -18,10 +18,10 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from engines import FAST, LOG_TAIL, EngineError, Host, HostedProcess, environment, host, kill_group
 
@@ -113,49 +113,66 @@ class HttpServer:
         self._process.close()
 
 
-class Server(HttpServer):
-    """A running vLLM server. Keyword arguments become flags, `arguments` are passed on as they stand, `env` is added to
-    the environment.
+class EngineServer(HttpServer):
+    """A running server of an engine, in a process that has this imported already. Keyword arguments become flags,
+    `arguments` are passed on as they stand, `env` is added to the environment.
 
     `--name value` comes from `name=value`, `--name` from True, `--no-name` from False, JSON from a dict; None drops one
-    of the defaults in `FAST`. It runs in a process that has vLLM imported already.
+    of the defaults in `FAST`.
     """
 
-    def __init__(
-        self,
-        runner: str,
-        model: Path | str,
-        *,
-        arguments: tuple[str, ...] = (),
+    module: str
+    """What `python -m` starts."""
+    more: ClassVar[dict[str, str]] = {}
+    """What is always added to the environment."""
+    host: Callable[..., Host]
+    environment: Callable[..., dict[str, str]]
+
+    def __init__(self, *where: Path | str, timeout: float = 180, **given: Any) -> None:
+        """where: the model, after vLLM's model runner."""
+        super().__init__(self.process(*where, timeout=timeout, **given), timeout)
+
+    @classmethod
+    def process(
+        cls,
+        *where: Path | str,
+        timeout: float,
+        arguments: Sequence[str] = (),
         env: dict[str, str] | None = None,
-        timeout: float = 180,
+        fresh: bool = False,
         **options: Any,
-    ) -> None:
-        port = free_port()
-        given = flags_of(model, port, arguments, options)
-        super().__init__(ForkedServer(host(runner), f"the {runner} server", port, given, env or {}, timeout), timeout)
+    ) -> Process:
+        """fresh: in an interpreter of its own, as users start it, which takes ten seconds longer."""
+        *runner, model = where
+        port, more = free_port(), cls.more | (env or {})
+        given = [*cls.flags_of(model, port, options), *arguments]
+        if not fresh:
+            return ForkedServer(cls.host(*runner), "the server", port, given, more, timeout)
+        return ServerProcess([sys.executable, "-m", cls.module, *given], port, cls.environment(*runner) | more)
+
+    @classmethod
+    def fail(cls, *where: Path | str, timeout: float = 120, **given: Any) -> str:
+        """The log of a server that refused to start. AssertionError if it starts, or has done neither in time."""
+        return log_of_failure(cls.process(*where, timeout=timeout, **given), timeout)
+
+    @classmethod
+    def flags_of(cls, model: Path | str, port: int, options: dict[str, Any]) -> list[str]:
+        raise NotImplementedError
 
 
-def start_expecting_failure(
-    runner: str,
-    model: Path | str,
-    *,
-    arguments: tuple[str, ...] = (),
-    env: dict[str, str] | None = None,
-    timeout: float = 120,
-    fresh: bool = False,
-    **options: Any,
-) -> str:
-    """The log of a server that refused to start. AssertionError if it starts, or has done neither in time.
+class Server(EngineServer):
+    """vLLM's, on model runner "v1" or "v2"."""
 
-    fresh: in an interpreter of its own, as users start it, which takes ten seconds longer.
-    """
-    port = free_port()
-    given, more = flags_of(model, port, arguments, options), env or {}
-    if not fresh:
-        return log_of_failure(ForkedServer(host(runner), "the server", port, given, more, timeout), timeout)
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *given]
-    return log_of_failure(ServerProcess(command, port, environment(runner) | more), timeout)
+    module = "vllm.entrypoints.openai.api_server"
+    host, environment = staticmethod(host), staticmethod(environment)
+
+    @classmethod
+    def flags_of(cls, model: Path | str, port: int, options: dict[str, Any]) -> list[str]:
+        own = {"model": str(model), "served_model_name": cls.model_name, "host": "127.0.0.1", "port": port}
+        return flags(own | FAST | options)
+
+
+start_expecting_failure = Server.fail
 
 
 def log_of_failure(process: Process, timeout: float) -> str:
@@ -191,11 +208,6 @@ def wait_for(condition: Callable[[], Any]) -> None:
     while not condition():
         assert time.monotonic() < until
         time.sleep(0.02)
-
-
-def flags_of(model: Path | str, port: int, arguments: tuple[str, ...], options: dict[str, Any]) -> list[str]:
-    own = {"model": str(model), "served_model_name": Server.model_name, "host": "127.0.0.1", "port": port}
-    return [*flags(own | FAST | options), *arguments]
 
 
 class ForkedServer(HostedProcess):

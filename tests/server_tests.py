@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -273,6 +275,67 @@ def test_weights(server: HttpServer, path: str) -> None:
         ({"return_set_weight": None, "vllm_xargs": {"return_set_weight": 1}}, "there is no field return_set_weight"),
     ):
         check_refused(server, path, body | wrong, message)
+
+
+def audit_folder(named_sets: dict[str, NamedSet]) -> Path:
+    return Path(named_sets["one"].path).parent / "audit"
+
+
+def audit_lines(named_sets: dict[str, NamedSet]) -> list[dict[str, Any]]:
+    """What the audit logs of all servers so far hold."""
+    return [json.loads(line) for file in audit_folder(named_sets).iterdir() for line in file.read_text().splitlines()]
+
+
+def audited(named_sets: dict[str, NamedSet], count: int) -> bool:
+    return len(audit_lines(named_sets)) >= count
+
+
+def test_each_answer_is_a_line_of_the_audit_log(
+    server: HttpServer, dialect: Dialect, named_sets: dict[str, NamedSet]
+) -> None:
+    versions = {one["name"]: one["version"] for one in server.get("/v1/item_sets")[1]["data"]}
+    tagged = {"name": "tagged", "version": versions["tagged"]}
+    query, seen, word = {"tag": {"$in": [1, 2]}}, ["item 1"], "a wordy prompt"
+    digests = [
+        hashlib.blake2b((field + json.dumps(value, sort_keys=True)).encode(), digest_size=16).hexdigest()
+        for field, value in (("item_filter", query), ("exclude_keys", seen))
+    ]
+    filtered = {"item_set": "tagged", "item_filter": query, "exclude_keys": seen}
+    schema = {"type": "object", "properties": {"x": {"type": "string", "item_set": COLOURS}}, "required": ["x"]}
+    inside = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+    whole, chosen, inline = [], digests, {"name": "inline", "version": None}
+    asked: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
+        ({"item_set": "tagged"}, tagged, whole),
+        ({"item_set": "tagged", "stream": True}, tagged, whole),
+        ({"item_set": "tagged", "return_set_weight": True}, tagged, whole),
+        (filtered, tagged, chosen),
+        (filtered | {"use_beam_search": True, "n": 3}, tagged, chosen),
+        ({"item_set": "tagged", "use_beam_search": True, "n": 3, "width": 4, "max_passes": 50}, tagged, whole),
+        ({"item_set": "tagged", "draws": 2}, tagged, whole),
+        (dialect.choice(COLOURS), inline, whole),
+        (inside, inline, whole),
+    ]
+    check_refused(server, "/v1/completions", {**_FEW, "prompt": "p", "item_set": "tagg"}, "no item set")
+    assert "item" not in complete(server, max_tokens=2)
+    before = len(audit_lines(named_sets))
+    for body, of_set, filters in asked:
+        said = {"model": "tiny", "max_tokens": 200, "prompt": word, **body}
+        if body.get("stream"):
+            *_, answer = (one for one in server.events("/v1/completions", said) if one["choices"])
+        else:
+            answer = post(server, "/v1/completions", **said)
+        before += 1
+        wait_for(partial(audited, named_sets, before))
+        (line,) = (one for one in audit_lines(named_sets) if one["id"] in (answer["id"], f"{answer['id']}-0"))
+        assert line["model"] == "tiny"
+        assert line["sets"] == [of_set | {"filters": filters}]
+        items = [one for choice in answer["choices"] for one in choice.get("items", [choice.get("item")])]
+        kept = [{name: one[name] for name in ("key", "score", "set_weight") if name in one} for one in items]
+        assert line["items"] == kept
+        assert len(kept) == body.get("n", body.get("draws", 1))
+    assert len(audit_lines(named_sets)) == before
+    text = json.dumps(audit_lines(named_sets))
+    assert not any(one in text for one in (word, "$in", *COLOURS))
 
 
 def test_an_answer_that_is_no_item_names_none(server: HttpServer, dialect: Dialect) -> None:

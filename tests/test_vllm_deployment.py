@@ -82,7 +82,9 @@ def test_the_parameters_of_rollouts(tmp_path: Path) -> None:
 
 def test_the_deployment_of_ray_serve() -> None:
     """Ray Serve is not installed with the tests: what its engine is given is what our plugin reads."""
-    ((_, block),) = [(kind, block) for kind, block in pages.site()["deployment.md"] if kind == "python"]
+    ((_, block),) = [
+        (kind, block) for kind, block in pages.site()["deployment.md"] if kind == "python" and "ray.serve" in block
+    ]
     calls = [node for node in ast.walk(ast.parse(block)) if isinstance(node, ast.keyword)]
     (given,) = (ast.literal_eval(node.value) for node in calls if node.arg == "engine_kwargs")
     assert StaticConfig.of(given["additional_config"]).item_sets == {"films": "/sets/films.itemset"}

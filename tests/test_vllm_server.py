@@ -10,7 +10,18 @@ import lost_words
 import pytest
 from engine_tests import OTHERS
 from server_tests import *  # noqa: F403 - its tests, with the server of this module
-from server_tests import COLOURS, SCHEMA, STATED, Dialect, check_refused, complete, flags_with_a_uri, item_of, lives
+from server_tests import (
+    COLOURS,
+    SCHEMA,
+    STATED,
+    Dialect,
+    audit_folder,
+    check_refused,
+    complete,
+    flags_with_a_uri,
+    item_of,
+    lives,
+)
 from servers import start_expecting_failure
 
 import itemset
@@ -25,8 +36,9 @@ WORDS = {
 
 @pytest.fixture(scope="module")
 def flags(named_sets):
+    options = json.dumps({"item_set_audit_log": str(audit_folder(named_sets))})
     with flags_with_a_uri(named_sets) as flags:
-        yield flags
+        yield [*flags, "--additional-config", options]
 
 
 @pytest.fixture

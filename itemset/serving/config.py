@@ -80,6 +80,7 @@ class StaticConfig(msgspec.Struct, frozen=True, kw_only=True):
     item_set_draft_head: Annotated[_Path | None, Meta(description="the path of a file")] = None
     forced_drafts: Annotated[bool, Meta(description="true or false")] = True
     item_set_cache: Annotated[_Path | None, Meta(description="the path of a folder")] = None
+    item_set_audit_log: Annotated[_Path | None, Meta(description="the path of a folder")] = None
     item_set_versions: Annotated[dict[str, str] | None, Meta(description="versions by name")] = None
 
     @classmethod

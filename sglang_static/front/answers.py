@@ -35,11 +35,13 @@ async def stream_one_response(
             info, finish = part["meta_info"], part["meta_info"].get("finish_reason")
             logs = _taken_logs(info, state) if expected is not None and expected.weighed else ((), ())
             if expected is not None and finish:
+                from itemset.serving.front import audit  # with metrics, which wait until the engine has started
                 from itemset.serving.metrics import count_answer
 
                 by_string = isinstance(finish.get("matched"), str)
                 cut = finish["type"] not in ("stop", "length") or (by_string and isinstance(expected, Thought))
                 told = expected.answer_fields(state.output_ids, cut=cut, logs=logs)
+                audit.answered(obj.rid, obj.lora_path, expected, told)
                 if THOUGHT in told:
                     from sglang_static.front.list_requests import after_thought
 

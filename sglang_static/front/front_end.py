@@ -63,7 +63,8 @@ class FrontEnd(FrontEndBase):
         self._speculates = manager.server_args.speculative_algorithm is not None
         self._why_no_weights = compat.why_host_path(manager.server_args)  # they need what the device path does
         reason = config.why_on_host(self._why_no_weights)
-        self._begin("Grammar backend", reason, here=manager.server_args.nnodes == 1)
+        here = manager.server_args.nnodes == 1
+        self._begin("Grammar backend", reason, here=here, model=str(manager.served_model_name))
 
     async def judge(self, request: Any, http_request: Any) -> bool:
         """Judge what each prompt of a request says, once, and put an ItemRequest in the place of its words, at item_set

@@ -20,6 +20,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from itemset.ranking.scored_tree import Answer, Pass
 from itemset.ranking.search import TokenScores
 from itemset.serving.catalogue import RefusedError
+from itemset.serving.front import audit
 from itemset.serving.front.answer_fields import item_logprobs
 from itemset.serving.front.healing import HEALED
 from itemset.serving.front.http_bodies import body, no_body, while_connected
@@ -115,11 +116,12 @@ async def _one(
     # What SGLang says of any answer, such as the version of the weights, is that of the last pass.
     common = {name: value for name, value in said.items() if "logprob" not in name}
     results, entries = list[dict[str, Any]](), Entries()
+    request_id = request.rid if isinstance(request.rid, str) else uuid.uuid4().hex
     async for part in front_end.lists.entries(best, job.item_set, job.of_set, job.names):
         for item, entry in part:
             ids = [*item.tokens, end]
             said_of_item = common | {
-                "id": request.rid if isinstance(request.rid, str) else uuid.uuid4().hex,
+                "id": request_id,
                 "prompt_tokens": len(prompt),
                 "completion_tokens": len(ids),
                 "finish_reason": {"type": "stop", "matched": end},
@@ -133,6 +135,7 @@ async def _one(
             text = text.removeprefix(" ") if asked.escape == HEALED else text
             results.append({"output_ids": ids, "text": text, "meta_info": said_of_item})
             entries.append(entry)
+    audit.answered(request_id, lora, job, {"items": entries})
     first = results[0]
     counts = {"completion_tokens": sum(len(one["output_ids"]) for one in results)}
     return {**first, "meta_info": {**first["meta_info"], **counts, "beam_results": results}}, entries

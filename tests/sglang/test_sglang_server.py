@@ -20,6 +20,8 @@ from server_tests import (
     MESSAGES,
     STATED,
     Dialect,
+    audit_folder,
+    audit_lines,
     check_everywhere,
     check_refused,
     complete,
@@ -28,6 +30,7 @@ from server_tests import (
     lives,
     text_of,
 )
+from servers import wait_for
 from sglang_engines import sampling_params
 from sglang_servers import start_expecting_failure
 from tokenizers import AddedToken
@@ -45,7 +48,10 @@ def server(servers, tiny_model, named_sets):
         yield servers(
             tiny_model,
             arguments=("--grammar-backend", "static", *tight, *flags),
-            env={"SGLANG_ENABLE_REQUEST_DECOMPRESSION": "1"},
+            env={
+                "SGLANG_ENABLE_REQUEST_DECOMPRESSION": "1",
+                "SGLANG_STATIC": json.dumps({"item_set_audit_log": str(audit_folder(named_sets))}),
+            },
         )
 
 
@@ -223,8 +229,13 @@ def test_answers_of_generate_name_their_items_key(server, named_sets):
     ragged = itemset.load(named_sets["ragged"].path)
     asked = {"text": ["p", "q"], "sampling_params": {"n": 2}, "item_set": "ragged"}
     *_, streamed = server.events("/generate", {"text": "p", "item_set": "ragged", "stream": True})
+    logged = {}
     for answer in [*server.post("/generate", asked)[1], streamed]:
         assert answer["meta_info"]["item"] == {"key": ragged.lookup([item_of(answer)])[0]}
+        logged[answer["meta_info"]["id"]] = [answer["meta_info"]["item"]]
+    wait_for(lambda: logged.keys() <= {line["id"] for line in audit_lines(named_sets)})
+    found = {line["id"]: line["items"] for line in audit_lines(named_sets)}
+    assert {name: found[name] for name in logged} == logged
 
 
 def test_custom_params_hold_no_set_where_they_are_not_read(server):

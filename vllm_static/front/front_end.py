@@ -66,7 +66,8 @@ class FrontEnd(FrontEndBase):
         self.v2, self._logprobs_mode = bool(vllm_config.use_v2_model_runner), str(model.logprobs_mode)
         on_device, speculative = compat.on_device_path(vllm_config), vllm_config.speculative_config
         reason = None if on_device else str(config.why_on_host(compat.why_host_path(vllm_config)))
-        self._begin("Structured output backend", reason, here=compat.answers_here_at_once(vllm_config))
+        here = compat.answers_here_at_once(vllm_config)
+        self._begin("Structured output backend", reason, here=here, model=str(model.served_model_name))
         if self.host_path and speculative is not None and not compat.forced_by_core(vllm_config):
             logger.warning(
                 "On the host path no draft of %s is forced or masked: those of requests with an item set are cut where "

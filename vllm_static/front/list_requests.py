@@ -18,6 +18,7 @@ from vllm.utils import random_uuid
 from itemset.ranking.scored_tree import Answer, Pass
 from itemset.ranking.search import Found, TokenScores, described
 from itemset.serving.catalogue import RefusedError
+from itemset.serving.front import audit
 from itemset.serving.front.answer_fields import item_logprobs, told_of
 from itemset.serving.front.beside import at_once
 from itemset.serving.front.healing import HEALED
@@ -104,7 +105,7 @@ class RankedList:
         items = [item.tokens for item in best.items] if self._logged else []
         return TokenScores(self.job.item_set, items, self._end)
 
-    def outputs(self, items: Iterable[tuple[Any, Any, str]], logs: TokenScores) -> list[CompletionOutput]:
+    def outputs(self, items: Iterable[Any], logs: TokenScores, request_id: str) -> list[CompletionOutput]:
         """Return an output of each item, with what an answer says of it and its text. logs: their tokens' scores."""
         outputs = []
         for i, (item, entry, text) in enumerate(items):
@@ -116,6 +117,8 @@ class RankedList:
             if logs.items:
                 output.item_logprobs = item_logprobs(*logs.items[i])
             outputs.append(output)
+        adapter, told = self.lora and self.lora.lora_name, {"items": [output.item for output in outputs]}
+        audit.answered(request_id, adapter, self.job, told)
         return outputs
 
     def _needs_tokens(self) -> RefusedError:
@@ -256,7 +259,8 @@ def candidates(
     outputs = []
     for i, best in enumerate(made):
         items = zip(best.items, entries[i], islice(texts, len(best.items)), strict=True)
-        outputs.append(_output(str(next(llm.request_counter)), inputs[i], lists[i].outputs(items, logs[i])))
+        request_id = str(next(llm.request_counter))
+        outputs.append(_output(request_id, inputs[i], lists[i].outputs(items, logs[i], request_id)))
     return outputs
 
 
@@ -375,4 +379,4 @@ async def online(asked: ItemRequest, client: Any, prompt: Any, request_id: str, 
     async for part in lists.entries(best, made.job.item_set, made.job.of_set, made.job.names):
         texts = decoded([list(item.tokens) for item, _ in part], tokenizer)
         items += [(item, entry, text) for (item, entry), text in zip(part, texts, strict=True)]
-    return _output(request_id, prompt, made.outputs(items, logs))
+    return _output(request_id, prompt, made.outputs(items, logs, request_id))

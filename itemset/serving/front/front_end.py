@@ -15,6 +15,7 @@ from itemset.serving import metrics
 from itemset.serving.catalogue import InlineSet, RefusedError
 from itemset.serving.config import ModelLimits, StaticConfig, Words
 from itemset.serving.constraint import Constraint
+from itemset.serving.front import audit
 from itemset.serving.front.admission import Checks
 from itemset.serving.front.answer_fields import Expected, ExpectedItems
 from itemset.serving.front.beside import at_once
@@ -37,6 +38,7 @@ class ListJob(NamedTuple):
     of_set: Mapping[str, str]  # what its answer says of the set
     carried: EngineRequest | None  # by the request by which the engine makes it; None if rounds of requests must
     placeholders: Tokens  # token ids after the prompt if a draft head makes it
+    reference: str  # of the set
     names: Sequence[str]  # which attributes of items its answer says
 
 
@@ -62,9 +64,11 @@ class FrontEndBase:
         self.constraints = Constraints(self.checks, vocabulary, options=json_options, validate=self.validate)
         self.healing = Healing(self.checks.catalogue, tokenizer)
 
-    def _begin(self, backend: str, why_on_host: str | None, *, here: bool) -> None:
+    def _begin(self, backend: str, why_on_host: str | None, *, here: bool, model: str) -> None:
         """Note and log where masks are made. backend: the engine's word for it. why_on_host: see `StaticConfig`. here:
-        whether all processes of the engine are on this machine, where forms of sets lie."""
+        whether all processes of the engine are on this machine, where forms of sets lie. model: its name."""
+        if self.config.item_set_audit_log is not None:
+            audit.begin(self.config.item_set_audit_log, model, self.log)
         self.healing.on = self.config.item_set_token_healing and here and self.drafting is None
         self.host_path = why_on_host is not None
         path = f"host path: {why_on_host}" if self.host_path else "device path, masks inside the sampler"
@@ -204,7 +208,7 @@ class FrontEndBase:
         spec = self.one_request.spec(listed, made.reference, search, end_token, len(placeholders), reasons)
         carried = None if spec is None else EngineRequest(made.ref, spec)
         of_set = self.checks.catalogue.version_fields(made.reference)
-        return ListJob(made.item_set, search, of_set, carried, placeholders, asked.names)
+        return ListJob(made.item_set, search, of_set, carried, placeholders, made.reference, asked.names)
 
     def expected(
         self, asked: ItemRequest, stop_tokens: frozenset[int], content: Callable[[Sequence[int]], Sequence[int]] | None

@@ -72,7 +72,7 @@ EXAMPLES = {
 }  # fmt: skip
 PLAYGROUND = "gradio==6.31.0"
 # Of examples that the tests run. In a folder of their own: they want other versions of what the engines want, too.
-CLIENTS, CLIENTS_LOCK = ["instructor", "langchain-openai"], LOCKS / "clients.txt"
+CLIENTS, CLIENTS_LOCK = ["instructor", "langchain-openai", "ray"], LOCKS / "clients.txt"
 PIP_ADVICE = """If pip's lines above speak of connections or of no matching distribution, check the network and
 pip's settings (proxy, package index); if they speak of space, free some. If a version of locks/ is not there for this
 machine or Python, add --newest. Then start this again."""
@@ -282,7 +282,7 @@ def steps_of(environment: Environment, engine: str, build: str, command: str) ->
         steps.append(pip_step("test tools", "-e", ".[test]"))
         clients = ["--no-deps", "--requirement", str(CLIENTS_LOCK)] if environment.lock else CLIENTS
         named = CLIENTS_LOCK.read_text() if environment.lock else ""
-        steps.append(pip_step("LangChain, Instructor", "--target", str(environment.clients), *clients, inputs=named))
+        steps.append(pip_step("clients and Ray", "--target", str(environment.clients), *clients, inputs=named))
     return steps
 
 

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
 import itemset
+from itemset.errors import ItemSetError
+from itemset.text import load_tokenizer
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
+import cluster_build
 import cold_start
 import nezha_model
 import retrieval_data
@@ -20,6 +26,7 @@ import retrieval_model
 import serving
 
 EXAMPLES = Path(cold_start.__file__).parent
+CLIENTS = Path(sys.prefix) / "clients"  # packages of examples, which want others than the engines do
 
 
 def test_examples_take_what_bootstrap_gives_them(monkeypatch):
@@ -27,6 +34,41 @@ def test_examples_take_what_bootstrap_gives_them(monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES.parent)
     for script in importlib.import_module("bootstrap").EXAMPLES.values():
         assert 'parser.add_argument("--engine", choices=["vllm", "sglang"]' in (EXAMPLES / script).read_text()
+
+
+def test_a_cluster_encodes_what_a_build_encodes(tiny_model):
+    block = pa.table({"title": ["Alien", "Up", "Alien"], "id": [7, 8, 9]})
+    made, whole = cluster_build.encoded(block, str(tiny_model), "title"), load_tokenizer(str(tiny_model))
+    assert made.drop_columns([cluster_build.IDS]) == block.drop_columns(["title"])
+    items = itemset.build_text(block["title"].to_pylist(), whole)
+    assert items.find(made[cluster_build.IDS].to_pylist()[1]) == (1, False)
+    with pytest.raises(ItemSetError, match=r"in the rows that begin with 'Up': .* is empty"):
+        cluster_build.encoded(pa.table({"title": ["Up", ""]}), str(tiny_model), "title")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (CLIENTS / "ray").exists(), reason="python3 bootstrap.py test installs Ray")
+def test_a_cluster_builds_the_index_of_one_machine(tiny_model, tmp_path):
+    """By a local Ray with two workers."""
+    source, parts, index = tmp_path / "films", tmp_path / "parts", tmp_path / "films.itemset"
+    source.mkdir()
+    for part in range(4):
+        keys = range(1_000 * part, 1_000 * (part + 1))
+        titles = [f"film {key * 7 % 3_000}" for key in keys]  # a third of them twice, in other parts
+        table = pa.table({"title": titles, "id": keys, "year": [1950 + key % 70 for key in keys]})
+        parquet.write_table(table, source / f"{part}.parquet", row_group_size=300)
+    asked = ["--column", "title", "--key", "id", "--attribute", "year", "--tokenizer", str(tiny_model)]
+    command = [sys.executable, cluster_build.__file__, str(source), *asked, "--parts", str(parts), "-o", str(index)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (CLIENTS, EXAMPLES.parent)))}
+    environment |= {"PYTHONSAFEPATH": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    made = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert "encoded 4,000 items" in made.stdout, made.stderr
+    source_of = {"column": "title", "key": "id", "attributes": ["year"], "tokenizer": load_tokenizer(str(tiny_model))}
+    itemset.build_external(source, **source_of).save(tmp_path / "alone.itemset")
+    assert index.read_bytes() == (tmp_path / "alone.itemset").read_bytes()
+    again = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert again.returncode == 1
+    assert f"{parts} is there already" in again.stderr
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ PROGRAMS = {  # commands whose words are tried, and where
         "python -m itemset.serving.warm_up",
     ),
     "test_sglang_compat.py": ("python3 -m sglang.launch_server", "--device"),
+    "test_examples.py": ("python examples/cluster_build.py",),
 }
 NOT_HERE = (  # of other packages, they want a GPU (test_gpu_script tries these), or they change the machine
     "apt-get install", "export", "source", "pip install", "docker build", "kubectl", "python serve_films.py",

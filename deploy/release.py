@@ -10,10 +10,12 @@ from __future__ import annotations
 import gzip
 import hashlib
 import os
+import re
 import subprocess
 import sys
 import tarfile
 import tempfile
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,6 +38,16 @@ def build(source: Path, out: Path, when: int) -> tuple[Path, Path]:
         wheel = _built("build_wheel", unpacked, folder / "wheel", when)
         (out / wheel.name).write_bytes(wheel.read_bytes())
     return sdist, out / wheel.name
+
+
+def with_absolute_links(readme: str, homepage: str, version: str) -> str:
+    """Return README.md with links to the version's files: a package index shows it without the repository."""
+
+    def absolute(found: re.Match[str]) -> str:
+        kind = "raw" if found[1] == "!" else "blob"
+        return f"{found[1]}[{found[2]}]({homepage}/{kind}/v{version}/{found[3]})"
+
+    return re.sub(r"(!?)\[([^\]]*)\]\((?!https?:|#)([^)]+)\)", absolute, readme)
 
 
 def _built(what: str, source: Path, out: Path, when: int) -> Path:
@@ -72,6 +84,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         committed = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout
         subprocess.run(["tar", "-x", "-C", scratch], input=committed, check=True)
+        project = tomllib.loads(Path(scratch, "pyproject.toml").read_text())["project"]
+        readme = Path(scratch, "README.md")
+        readme.write_text(with_absolute_links(readme.read_text(), project["urls"]["Homepage"], project["version"]))
         asked = ["git", "show", "--no-patch", "--format=%ct", "HEAD"]
         when = int(subprocess.run(asked, cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout)
         for path in build(Path(scratch), Path(sys.argv[1]).resolve(), when):

@@ -1,9 +1,12 @@
 """A hook of MkDocs: links that leave docs/ lead to the repository, which the site does not hold."""
 
 import re
+import tomllib
+from pathlib import Path
 from typing import Any
 
-REPOSITORY = "https://github.com/OWNER/static-backend/blob/main"  # OWNER: as in pyproject.toml
+PROJECT = tomllib.loads(Path(__file__).parents[1].joinpath("pyproject.toml").read_text())["project"]
+REPOSITORY = f"{PROJECT['urls']['Homepage']}/blob/main"
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:

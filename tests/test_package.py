@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -66,6 +67,15 @@ def test_a_build_of_the_same_files_has_the_same_bytes(built: tuple[Path, Path], 
     again = release.build(source, tmp_path / "out", WHEN)
     assert [path.name for path in again] == [path.name for path in built]
     assert [path.read_bytes() for path in again] == [path.read_bytes() for path in built]
+
+
+def test_links_of_the_readme_lead_to_the_version() -> None:
+    readme = release.with_absolute_links((ROOT / "README.md").read_text(), "https://example.org/us", "0.1.0")
+    links = re.findall(r"\]\(([^)]+)\)", readme)
+    assert len(links) > 20
+    assert [link for link in links if not link.startswith("http")] == []
+    assert "https://example.org/us/raw/v0.1.0/docs/pictures/first_request.svg" in links
+    assert "https://example.org/us/blob/v0.1.0/docs/index.md" in links
 
 
 def test_the_version_stands_in_one_place(built: tuple[Path, Path]) -> None:

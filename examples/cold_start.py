@@ -1,8 +1,8 @@
 """Films that a model has never seen watched: STATIC's cold start (arXiv 2602.22647, table 3) on MovieLens-100K.
 
-Run it with `python3 bootstrap.py retrieval --cold-start`. The newest tenth of the films is left out of training
-altogether: only their semantic IDs, made of titles and genres, tell the model of them. Users whose next film is one of
-these are asked for: ranked lists over all films, and over the fresh ones, by a filter of the request.
+Run it with `python3 bootstrap.py retrieval --cold-start`. The newest tenth of the films is left out of training:
+the model knows them only by their semantic IDs, made of titles and genres. For each user whose next film is one of
+these it asks for two ranked lists: over all films, and over the fresh ones, by a filter of the request.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ FRESH = {"in_training": False}
 
 
 def years(titles: Mapping[int, str]) -> dict[int, int]:
-    """The year in each film's title, "Toy Story (1995)"; 0 without one."""
+    """Return the year in each film's title, "Toy Story (1995)"; 0 without one."""
     return {key: int((re.findall(r"\((\d{4})\)", title) or ["0"])[-1]) for key, title in titles.items()}
 
 
 def newest(years: Mapping[int, int], histories: Sequence[Sequence[int]]) -> set[int]:
-    """The tenth of the films that came last. Of those of a year, the ones that fewest have watched."""
+    """Return the newest tenth of the films. Within a year, those that the fewest users have watched come first."""
     watched: dict[int, int] = {}
     for history in histories:
         for film in history:
@@ -36,12 +36,12 @@ def newest(years: Mapping[int, int], histories: Sequence[Sequence[int]]) -> set[
 
 
 def without(histories: Sequence[Sequence[int]], fresh: Collection[int]) -> list[list[int]]:
-    """What the model may learn from."""
+    """Return the histories without the fresh films, from which the model may learn."""
     return [[film for film in history if film not in fresh] for history in histories]
 
 
 def cases(histories: Sequence[Sequence[int]], fresh: Collection[int]) -> list[tuple[list[int], int]]:
-    """Of each user who has watched a fresh film: the others watched before the first of them, and that film."""
+    """Return the first fresh film of each user who has watched one, and the other films watched before it."""
     found = []
     for history in histories:
         first = next((i for i, film in enumerate(history) if film in fresh), 0)
@@ -51,13 +51,13 @@ def cases(histories: Sequence[Sequence[int]], fresh: Collection[int]) -> list[tu
 
 
 def recalls(lists: Sequence[Sequence[int]], wanted: Sequence[int]) -> tuple[float, float]:
-    """The share of lists whose first film, and whose first K films, hold the one that was watched."""
+    """Return the share of lists whose first film, and whose first K films, hold the one that was watched."""
     first, among = (mean(film in found[:k] for found, film in zip(lists, wanted, strict=True)) for k in (1, K))
     return first, among
 
 
 def report(retrieval: Any, asked: Sequence[tuple[list[int], int]], films: int, fresh: Collection[int]) -> bool:
-    """Print the table; True if every film of the filtered lists is a fresh one."""
+    """Print the table; return True if every film of the filtered lists is a fresh one."""
     print(f"asking for {2 * len(asked)} ranked lists", flush=True)
     before, wanted = [watched for watched, _ in asked], [film for _, film in asked]
     found = {}

@@ -1,12 +1,12 @@
 """Demo: a server whose model can only answer with one of 1682 film titles.
 
 Run it with `python3 bootstrap.py demo`, or with `--engine sglang` after it. It fetches a small model and the titles,
-starts the server, which builds their index, asks it for films over its OpenAI-compatible API and shows a ranked list,
-that every sampled answer is a film of the list, and that every film inside other answers is one.
+and starts the server, which builds their index. Then it asks for films over the OpenAI-compatible API. It shows a
+ranked list, and that every sampled answer, and every film inside other answers, is a film of the list.
 
-With `--forced-drafts` the vLLM server speculates: what a title's first tokens leave no choice about is proposed as a
-draft, and accepted in one step. That needs vLLM's model runner V2, which without a GPU runs through Triton's
-interpreter: it works, and its times mean nothing.
+With `--forced-drafts` the vLLM server speculates: tokens that a title's first tokens leave no choice about are proposed
+as a draft, and accepted in one step. That needs vLLM's model runner V2, which without a GPU runs in Triton's
+interpreter: it works, but its times mean nothing.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Answer:
 
 
 async def ask_all(url: str) -> list[Answer]:
-    """All questions at once, as the users of a busy server would."""
+    """Ask all questions at once, as the users of a busy server would."""
     async with openai.AsyncOpenAI(base_url=url, api_key="none", timeout=ANSWER_PATIENCE) as client:
         questions = []
         for seed, taste in enumerate(TASTES * ANSWERS_PER_TASTE):
@@ -97,18 +97,18 @@ async def ask_streaming(client: openai.AsyncOpenAI, taste: str, seed: int) -> An
 
 
 def key_of(choice: Any) -> int | None:
-    """The key of the film that an answer is, which stands beside the OpenAI format."""
+    """Return the key of an answer's film, a field beside the OpenAI format."""
     return ((choice.model_extra or {}).get("item") or {}).get("key")
 
 
 def token_ids_of(choice: Choice) -> list[int]:
-    """The tokens of an answer, which both engines add to the OpenAI format when asked, under their own names."""
+    """Return the tokens of an answer, which both engines add to the OpenAI format when asked, under their own names."""
     extra = choice.model_extra or {}
     return extra.get("token_ids") or extra.get("response_token_ids") or []
 
 
 def ranked_list(url: str, engine: str) -> list[dict[str, Any]]:
-    """The best films of a beam, by the engine's own word for a beam search.
+    """Ask for the best films, by the engine's own field for a beam search.
 
     Each with its rank, score, key and title.
     """
@@ -125,7 +125,7 @@ def ranked_list(url: str, engine: str) -> list[dict[str, Any]]:
 
 
 def report_ranks(films: list[dict[str, Any]], title_of: dict[int, str]) -> bool:
-    """Print the ranked list as a table; True if it is one, of films of the list."""
+    """Print the ranked list as a table; return True if it is one, of films of the list."""
     print(f"\na ranked list of {len(films)} films after this prompt:\n{RANKED_PROMPT!r}")
     print_ranked(films, {film["key"]: film["title"] for film in films})
     keys = {film["key"] for film in films}
@@ -133,7 +133,7 @@ def report_ranks(films: list[dict[str, Any]], title_of: dict[int, str]) -> bool:
 
 
 def report(answers_given: list[Answer], title_of: dict[int, str]) -> bool:
-    """Print a table of the answers with their films' keys; True if every one is a film of the list."""
+    """Print a table of the answers with their films' keys; return True if every one is a film of the list."""
     row = "{:24}{:<8}{}"
     print(
         "\nsampled answers, a film each, by a model of 135 million parameters:\n" + row.format("taste", "key", "answer")
@@ -151,7 +151,7 @@ def report(answers_given: list[Answer], title_of: dict[int, str]) -> bool:
 
 
 def steps_an_answer(url: str, answers_given: list[Answer]) -> str:
-    """How many steps of the model an answer took, by vLLM's own counters; without drafts it is a step a token."""
+    """Return the steps of the model for each answer, by vLLM's own counters; without drafts a step for each token."""
     with urllib.request.urlopen(url.removesuffix("/v1") + "/metrics", timeout=30) as response:
         lines = response.read().decode().splitlines()
     name = "vllm:spec_decode_num_drafts_total"

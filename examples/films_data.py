@@ -27,7 +27,7 @@ TITLES_IN_WHEEL = "recbole/dataset_example/ml-100k/ml-100k.item"
 
 
 def model_dir() -> Path:
-    """The directory of SmolLM2-135M-Instruct in bfloat16, converted on the first call."""
+    """Return the directory of SmolLM2-135M-Instruct in bfloat16, converted on the first call."""
     folder = CACHE / "SmolLM2-135M-Instruct"
     if not folder.exists():
         unfinished = emptied(CACHE / "SmolLM2-135M-Instruct.unfinished")
@@ -42,7 +42,7 @@ def model_dir() -> Path:
 
 
 def titles() -> Path:
-    """The CSV file of the MovieLens-100K films with the columns movie_id, title ("Toy Story (1995)") and genres."""
+    """Return the CSV file of the MovieLens-100K films with columns movie_id, title ("Toy Story (1995)") and genres."""
     path = CACHE / "films.csv"
     if not path.exists():
         with zipfile.ZipFile(wheel_of(TITLES_PACKAGE)) as wheel:
@@ -62,13 +62,13 @@ def titles() -> Path:
 
 
 def titles_by_key() -> dict[int, str]:
-    """The titles by the films' own keys, in the order of the file. Some occur twice."""
+    """Return the titles by the films' own keys, in the order of the file. Some occur twice."""
     with titles().open(newline="", encoding="utf-8") as file:
         return {int(row["movie_id"]): row["title"] for row in csv.DictReader(file)}
 
 
 def print_ranked(items: Iterable[Mapping[str, Any]], title_of: Mapping[int, str]) -> None:
-    """A ranked list as a table. items: what the engines' answers say of each."""
+    """Print a ranked list as a table. items: the `item` of each, as the engines answer it."""
     print("{:>4}  {:>7}  {:>5}  {}".format("rank", "score", "key", "film"))
     for item in items:
         print(f"{item['rank']:>4}  {item['score']:>7.2f}  {item['key']:>5}  {title_of[item['key']]}")
@@ -89,7 +89,7 @@ def build_index(catalogue: Path, column: str, model: Path, index: Path, attribut
 
 
 def wheel_of(requirement: str) -> Path:
-    """The package's wheel in the cache, downloaded if it is not there or was cut short; it is not installed."""
+    """Return the package's wheel in the cache; download it if it is missing or cut short. It is not installed."""
     name, version = requirement.split("==")
     pattern = f"{name.replace('-', '_')}-{version}-*.whl"
     wheels = CACHE / "wheels"

@@ -36,14 +36,14 @@ def as_json(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def asked(url: str, model: str, messages: list[dict[str, str]], response_format: dict[str, Any]) -> dict[str, Any]:
-    """The choice that a server answers with: its message, and the items in it."""
+    """Ask a server; return the choice of its answer, with the message and the items in it."""
     body = {"model": model, "messages": messages, "temperature": 0.7, "seed": 1, "max_tokens": 120}
     choice: dict[str, Any] = post(url + "/chat/completions", body | {"response_format": response_format})["choices"][0]
     return choice
 
 
 def show(url: str, title_of: dict[int, str]) -> bool:
-    """Print an answer of each kind with its films' keys; True if every film in them is one of the list."""
+    """Print an answer of each kind with its films' keys; return True if every film in them is one of the list."""
     good = True
     for question, response_format in (
         ("A film for a rainy Sunday, as JSON?", as_json(TIP)),
@@ -62,7 +62,7 @@ def show(url: str, title_of: dict[int, str]) -> bool:
 
 
 def _strings(text: str) -> list[str]:
-    """The films of a JSON answer, none if a limit has cut it."""
+    """Return the films of a JSON answer, none if a limit has cut it."""
     try:
         answer = json.loads(text)
     except ValueError:

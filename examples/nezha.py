@@ -1,9 +1,9 @@
 """Demo: a ranked list from one forward pass of the model, by a draft head that was trained with it (NEZHA).
 
-Run it with `python3 bootstrap.py nezha`. It takes the retrieval example's semantic IDs and model, teaches the model and
-a head together what users watch next, and compares lists of ten films: the head's own drafts without a check, those
-that a hash set of all films lets through, as in the paper, those of the same head over the set's tables, and the beam
-search of the same model without the head.
+Run it with `python3 bootstrap.py nezha`. It takes the retrieval example's semantic IDs and model, and teaches the model
+and a head together what users watch next. Then it compares four lists of ten films: the head's own drafts without a
+check; those that are in a hash set of all films, as in the paper; those of the same head over the set's tables; and the
+beam search of the same model without the head.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def prepare(folder: Path, histories: Sequence[Sequence[int]]) -> tuple[Path, Pat
 
 
 class Found(NamedTuple):
-    """A list: the drafts of a beam, best first, and the prefixes that the model ran for it, in so many rounds."""
+    """A list: its drafts, best first; how many prefixes the model ran for it, and in how many rounds."""
 
     drafts: Items
     passes: int
@@ -81,7 +81,7 @@ class Lists:
         self._valid = set(map(tuple, films.items()))
 
     def drafted(self, prompt: Tensor, width: int) -> Found:
-        """By the head, over the set's tables."""
+        """Make a list by the head, over the set's tables."""
         assert self._head is not None
         hidden = draft_states(self._model, self._head, prompt)
         ranking = draft_search(self._arena, self._number, self._head, hidden, width=width)
@@ -89,8 +89,8 @@ class Lists:
 
     @torch.no_grad()
     def free(self, prompt: Tensor, width: int, *, hash_set: bool) -> Found:
-        """By the head alone: the most likely codes of each level. hash_set: of the last level's candidates only those
-        that are films."""
+        """Make a list by the head alone: each level's likeliest codes. hash_set: of the last level's candidates only
+        those that are films."""
         head = self._head
         assert head is not None
         hidden = draft_states(self._model, head, prompt)[0]
@@ -116,7 +116,7 @@ class Lists:
 
     @torch.no_grad()
     def beam(self, prompt: Tensor, width: int) -> Found:
-        """By the model's own passes, over the set's tables."""
+        """Make a list by the model's own passes, over the set's tables."""
         cache: Any = None
         rounds = 0
 
@@ -148,7 +148,7 @@ Way = Callable[[Tensor, int], Found]
 
 
 class Tally:
-    """What some lists came to."""
+    """The sums over some lists: hits, valid drafts, times."""
 
     def __init__(self) -> None:
         self.hits, self.gains, self.shares = list[bool](), list[float](), list[float]()
@@ -173,7 +173,7 @@ class Tally:
 
 
 def show(users: int) -> bool:
-    """Prepare, compare and print; True if every draft over the tables is a film of its set."""
+    """Prepare, compare and print; return True if every draft over the tables is a film of its set."""
     histories = retrieval_data.histories()
     folder, index = prepare(CACHE / "nezha", histories)
     before = CACHE / "retrieval" / "model"
@@ -203,7 +203,7 @@ def show(users: int) -> bool:
 
 
 def compare(lists: Lists, ways: dict[str, Way], prompts: Sequence[Tensor], wanted: Sequence[tuple[int, ...]]) -> None:
-    """Print what all ways come to, asked in turns."""
+    """Ask all ways in turns, and print their results."""
     print(
         "valid: the share of a beam's drafts that are such films, of as many as it is wide; ms: median time of a list"
     )

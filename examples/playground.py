@@ -1,4 +1,4 @@
-"""A web page to look at what a model makes of an item set: ranked lists, an answer's path token by token, sampling
+"""A web page that shows what a model does with an item set: ranked lists, an answer's path token by token, sampling
 beside exact draws, and answers with items in them.
 
 `python3 bootstrap.py playground` starts a server with the demo's model and films, and the page in front of it; with
@@ -38,7 +38,7 @@ JSON, TAGS, SLATE = "JSON", "text with tags", "slate"
 
 
 def constraint(kind: str, item_set: str) -> str:
-    """The fields of a request for an answer with items of a set in it, as JSON to begin with."""
+    """Return the first fields of a request for an answer with items of a set in it, as JSON."""
     item = {"type": "string", "item_set": item_set}
     if kind == JSON:
         properties = {"choice": item, "others": {"type": "array", "items": item, "uniqueItems": True, "maxItems": 2}}
@@ -54,7 +54,7 @@ def constraint(kind: str, item_set: str) -> str:
 
 
 def shown(work: Callable[..., str]) -> Callable[..., str]:
-    """The HTML of what was asked, or of the error, in the server's own words."""
+    """Return the HTML of an answer, or of the error in the server's own words."""
 
     @wraps(work)
     def answered(*given: Any) -> str:
@@ -67,14 +67,14 @@ def shown(work: Callable[..., str]) -> Callable[..., str]:
 
 
 def whole(number: float | None) -> int:
-    """A number that was typed. Raises ServerError if its field is empty."""
+    """Return a number that was typed. Raises ServerError if its field is empty."""
     if number is None:
         raise ServerError("a field for a number is empty: give one")
     return int(number)
 
 
 def app(server: Server, prompt: str = PROMPT, item_filter: str = "") -> gr.Blocks:
-    """The page. prompt, item_filter: what stands in it at first."""
+    """Build the page. prompt, item_filter: their first values."""
     names = [one["name"] for one in server.sets()]
     first = names[0] if names else ""
     boosted = list(dict.fromkeys(name for index in server.indexes.values() for name in index.spreads()))
@@ -211,7 +211,7 @@ def own_server(arguments: argparse.Namespace) -> bool:
 
 
 def films(titles: Path) -> list[dict[str, Any]]:
-    """The films with years and genres as attributes, from the demo's file."""
+    """Return the films with years and genres as attributes, from the demo's file."""
     with titles.open(newline="", encoding="utf-8") as file:
         return [
             {
@@ -225,7 +225,7 @@ def films(titles: Path) -> list[dict[str, Any]]:
 
 
 def indexes(arguments: argparse.Namespace, names: list[str]) -> dict[str, Index]:
-    """The index files that were given. names: the server's sets. Raises ValueError."""
+    """Open the given index files. names: the server's sets. Raises ValueError for a name that is not among them."""
     if arguments.tokenizer and not Path(arguments.tokenizer).is_dir():
         raise ValueError(f"no folder {arguments.tokenizer}: give that of the model or its tokenizer")
     found = {}

@@ -31,7 +31,7 @@ class Choice:
 
     @classmethod
     def of(cls, item_set: str | None, item_filter: str = "", exclude: str = "", inline: str = "") -> Choice:
-        """Of what was typed. inline: a list of items, a line each, in place of the set.
+        """Make a choice of what was typed. inline: a list of items, a line each, in place of the set.
 
         Raises ServerError for what no server could be asked: what is no JSON, no set, a part of a list.
         """
@@ -92,11 +92,11 @@ class Step:
 
     @property
     def overruled(self) -> bool:
-        """Whether the model's first choice was another token. It may have been allowed, and not been drawn."""
+        """Return whether the model's first choice was another token. It may have been allowed, and not been drawn."""
         return self.wanted[0][1] > self.probability
 
     def allows(self, text: str, end: str) -> bool | None:
-        """Whether a token with this text was allowed, None if nobody can say. end: the text of the end token."""
+        """Return whether a token with this text was allowed, None if unknown. end: the text of the end token."""
         if self.allowed is None or self.allowed.texts is None:
             return None
         return text in self.allowed.texts or (self.allowed.ends and text == end)
@@ -132,7 +132,7 @@ class Index:
         return itemset.view(self._items, fields.get("item_filter"), **options)
 
     def allowed(self, choice: Choice, before: list[int]) -> Allowed:
-        """What may follow these tokens of an answer."""
+        """Return what may follow these tokens of an answer."""
         fields = {name: value for name, value in choice.fields.items() if name != "item_set"}
         part = self._part(json.dumps(fields, sort_keys=True)) if fields else self._items
         found, ends = part.children(before)
@@ -140,7 +140,7 @@ class Index:
         return Allowed(len(found) + bool(ends), bool(ends), texts)
 
     def spreads(self) -> dict[str, float]:
-        """The standard deviation of each attribute that is a number and differs among the items."""
+        """Return the standard deviation of each attribute that is a number and differs among the items."""
         import pyarrow as pa
         import pyarrow.compute as pc
 
@@ -173,12 +173,12 @@ class Server:
         self.model, self.engine = card["id"], card.get("owned_by", "")
 
     def sets(self) -> list[dict[str, Any]]:
-        """The sets that the server has: `name`, and what else it says of a set."""
+        """Return the sets that the server has: `name`, and its other fields."""
         sets: list[dict[str, Any]] = self._asked("/item_sets")["data"]
         return sets
 
     def ranked(self, prompt: str, choice: Choice, n: int, **options: Any) -> list[Ranked]:
-        """The best items, each with its score. options: width, exact, max_passes, boost, renormalised, without_end."""
+        """Ask for the best items with scores. options: width, exact, max_passes, boost, renormalised, without_end."""
         body = {"prompt": prompt, "use_beam_search": True, "n": n, **options}
         return [
             Ranked(
@@ -192,7 +192,7 @@ class Server:
         ]
 
     def boost(self, choice: Choice, weights: Mapping[str, float]) -> dict[str, Any]:
-        """The field for boosts in units of the attributes' spreads; none if all are 0.
+        """Return the field for boosts in units of the attributes' spreads; none if all are 0.
 
         Raises ServerError: an attribute that the index of the chosen set has not, or whose numbers are all alike.
         """
@@ -206,7 +206,7 @@ class Server:
         return {"boost": {name: weight / spreads[name] for name, weight in asked.items()}}
 
     def path(self, prompt: str, choice: Choice, **sampling: Any) -> Path:
-        """A sampled answer, and what the model makes of each of its tokens without the set: two requests."""
+        """Ask for an answer, and for the model's own probabilities of its tokens without the set: two requests."""
         (one,) = self._completed(choice, {"prompt": prompt, "return_token_ids": True, **sampling})
         before, tokens = one["prompt_token_ids"], one["token_ids"]
         again = {"prompt": before + tokens, "echo": True, "logprobs": WANTED, "max_tokens": 1, "temperature": 0}
@@ -223,12 +223,12 @@ class Server:
         return Path(one["text"], one["item"], steps)
 
     def sampled(self, prompt: str, choice: Choice, n: int, **sampling: Any) -> Counter[str]:
-        """How often each item was the answer to n requests under the mask. Answers that a limit cut count as one."""
+        """Count how often each item is the answer to n requests under the mask. Cut answers count as one."""
         answers = self._completed(choice, {"prompt": prompt, "n": n, "temperature": 1.0, **sampling})
         return Counter(one["text"] if one["item"] else "(cut)" for one in answers)
 
     def drawn(self, prompt: str, choice: Choice, n: int, **options: Any) -> tuple[Counter[str], int]:
-        """How often each item was drawn from the model's own distribution over the set, and how many draws were exact.
+        """Count how often each item is drawn from the model's own distribution over the set, and the exact draws.
 
         options: max_passes, approximate, seed.
         """
@@ -236,7 +236,7 @@ class Server:
         return Counter(one["text"] for one in answers), sum(one["item"]["exact"] for one in answers)
 
     def inside(self, question: str, constraint: dict[str, Any], **sampling: Any) -> tuple[str, list[dict[str, Any]]]:
-        """A chat's answer with items in it, and the items.
+        """Ask a chat for an answer with items in it; return it and the items.
 
         constraint: fields of the body, such as `response_format`.
         """
@@ -275,7 +275,7 @@ class Server:
 
 
 def _message(body: str) -> str:
-    """The sentence of an error's body. vLLM has it within `error`, SGLang beside the rest."""
+    """Return the sentence of an error's body. vLLM has it within `error`, SGLang beside the rest."""
     try:
         told = json.loads(body)
         return str(told.get("error", told)["message"])

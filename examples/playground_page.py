@@ -44,7 +44,7 @@ def note(text: str) -> str:
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Rows of cells that are HTML already; those of numbers begin with a tag of their own."""
+    """Return a table of cells that are HTML already; those of numbers begin with a tag of their own."""
     cells = ["".join(cell if cell.startswith("<td") else f"<td>{cell}</td>" for cell in row) for row in rows]
     head = "".join(f"<th>{name}</th>" for name in heads)
     return f"<table><tr>{head}</tr>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
@@ -67,7 +67,7 @@ def percent(probability: float) -> str:
 
 
 def ranked(found: Sequence[Ranked]) -> str:
-    """A ranked list. A bar is as long as the item is far above the last one's score."""
+    """Show a ranked list. A bar's length is the distance of the item's score from the last one's."""
     if not found:
         return page(note("The list is empty."))
     best, last = found[0].score, found[-1].score
@@ -99,7 +99,7 @@ def _value(value: Any) -> str:
 
 
 def path(found: Path) -> str:
-    """A sampled answer, token by token."""
+    """Show a sampled answer, token by token."""
     ends = "no item: a limit has cut it" if found.item is None else f"key {found.item.get('key')}"
     end = found.steps[-1].text
     line = "".join(token(step.text, "forced" if step.forced else "") for step in found.steps)
@@ -148,7 +148,7 @@ def _allowed(step: Step) -> str:
 
 
 def compared(sampled: Counter[str], drawn: Counter[str], exact: int) -> str:
-    """Histograms of one prompt's answers: sampled under the mask, and drawn from the model's own distribution."""
+    """Show histograms of one prompt's answers: sampled under the mask, and drawn from the model's own distribution."""
     totals = sampled.total() or 1, drawn.total() or 1
     names = sorted(sampled | drawn, key=lambda name: (-drawn[name], -sampled[name], name))
     most = max([sampled[name] / totals[0] for name in names] + [drawn[name] / totals[1] for name in names])
@@ -176,7 +176,7 @@ def compared(sampled: Counter[str], drawn: Counter[str], exact: int) -> str:
 
 
 def marked(text: str, items: Sequence[dict[str, Any]]) -> str:
-    """An answer with the items in it marked, and a table of them."""
+    """Show an answer with its items marked, and a table of them."""
     parts, at = [], 0
     for item in items:
         start, length = _found(text, item["text"], at)
@@ -198,7 +198,7 @@ def marked(text: str, items: Sequence[dict[str, Any]]) -> str:
 
 
 def _found(text: str, item: str, start: int) -> tuple[int, int]:
-    """Where an item stands next, and how long it is there: in JSON it is escaped."""
+    """Return where an item stands next, and its length there: in JSON it is escaped."""
     forms = {item, json.dumps(item)[1:-1], json.dumps(item, ensure_ascii=False)[1:-1]}
     places = [(place, len(form)) for form in forms if (place := text.find(form, start)) >= 0]
     return min(places, default=(-1, 0))

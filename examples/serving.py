@@ -122,7 +122,7 @@ def vllm_is_for_cpus() -> bool:
 
 
 def post(url: str, body: dict[str, Any]) -> Any:
-    """A JSON request's answer. Raises DemoError with what the server says is wrong."""
+    """Send a JSON request; return its answer. Raises DemoError with the server's own message."""
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     try:
         with urllib.request.urlopen(request, timeout=ANSWER_PATIENCE) as response:
@@ -142,7 +142,7 @@ def free_port() -> int:
 
 @contextmanager
 def signals_held_back() -> Iterator[None]:
-    """Signals to stop wait for the end of the block, so that it is done as a whole."""
+    """Delay signals to stop until the end of the block, so that it runs as a whole."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
@@ -156,7 +156,7 @@ def let_signals_in() -> None:
 
 @contextmanager
 def running_server(launch: Launch) -> Iterator[str]:
-    """A server that answers at the URL given, and is gone with all its processes after the block."""
+    """Run a server that answers at the given URL, and end it with all its processes after the block."""
     port = free_port()
     server: subprocess.Popen[bytes] | None = None
     try:
@@ -227,7 +227,7 @@ def end_process_group(leader: subprocess.Popen[bytes]) -> None:
 
 
 def run(example: Callable[[], bool]) -> int:
-    """An example's exit status: 0 where it returns True. What goes wrong is said, and no server keeps running."""
+    """Run an example; return its exit status, 0 if it returns True. Errors are printed, and no server keeps running."""
     signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGHUP, _stop)
     # No proxy stands between this machine and itself.

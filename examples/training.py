@@ -69,7 +69,7 @@ class Films:
         return torch.tensor([[t for film in seen for t in (*self.tokens[film], self.end)] for seen, _ in windows])
 
     def rewards(self, ids: Tensor, windows: Sequence[Window]) -> Tensor:
-        """Of rollouts [windows, rollouts, T], whatever tokens these are."""
+        """Return the rewards of rollouts [windows, rollouts, T], whatever tokens these are."""
         gains = []
         for rows, (_, after) in zip(ids.tolist(), windows, strict=True):
             gain = {(*self.tokens[film], self.end): 1 / math.log2(2 + i) for i, film in enumerate(after)}
@@ -78,7 +78,7 @@ class Films:
 
 
 def windows_of(histories: Sequence[Sequence[int]], chance: random.Random) -> Iterator[Window]:
-    """Windows of what users have watched, without the last film of each: for that the lists are asked."""
+    """Return windows of what users have watched, without the last film of each, which the lists are to find."""
     long_enough = [watched[:-1] for watched in histories if len(watched) > MEMORY + AHEAD]
     while True:
         watched = chance.choice(long_enough)
@@ -95,7 +95,7 @@ class Beside:
         self._model, self._length, self._first, self._cache = model, prompts.shape[1], out.logits, out.past_key_values
 
     def logits(self, ids: Tensor) -> Tensor:
-        """What predicts the tokens of rollouts and the next ones. ids: [B, rollouts, T]; returns [..., T + 1, V]."""
+        """Return the logits of the rollouts' tokens and the next ones, [..., T + 1, V]. ids: [B, rollouts, T]."""
         size, each, steps = ids.shape
         first = self._first[:, None].expand(-1, each, -1, -1)
         if not steps:
@@ -124,7 +124,7 @@ class Beside:
 
 
 def loss_of(way: str, logits: Tensor, ids: Tensor, rewards: Tensor, films: Films) -> Tensor:
-    """GRPO's loss of one update: a rollout is as good as it is better than the others of its prompt."""
+    """Return GRPO's loss of one update: a rollout's advantage is its reward relative to the others of its prompt."""
     good = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)).view(-1, 1)
     logits, ids = logits.flatten(0, 1), ids.flatten(0, 1)
     if way == "unconstrained":
@@ -139,7 +139,7 @@ def loss_of(way: str, logits: Tensor, ids: Tensor, rewards: Tensor, films: Films
 
 @torch.no_grad()
 def look(model: Any, films: Films, windows: Sequence[Window]) -> list[float]:
-    """MEASURES, by rollouts inside the set: the model left to itself draws one with the weight of its legal mass."""
+    """Return MEASURES by rollouts inside the set: their legal mass weights them to the model left to itself."""
     passes = Beside(model, films.prompts(windows))
     ids = passes.rollouts(LOOKS, films, inside=True)
     logits = passes.logits(ids)[:, :, :-1].flatten(0, 1)
@@ -151,7 +151,7 @@ def look(model: Any, films: Films, windows: Sequence[Window]) -> list[float]:
 
 @torch.no_grad()
 def hits(model: Any, films: Films, histories: Sequence[Sequence[int]]) -> float:
-    """How often the film that a user watched last is among the ten best."""
+    """Return how often the film that a user watched last is among the ten best."""
     arena = Arena(room_for(films.index), torch.device("cpu"))
     number, found = arena.acquire(films.index), list[bool]()
     cases = [(list(watched[-MEMORY - 1 : -1]), [watched[-1]]) for watched in histories if len(watched) > MEMORY]
@@ -169,7 +169,7 @@ def hits(model: Any, films: Films, histories: Sequence[Sequence[int]]) -> float:
 
 
 def begun(folder: Path, index: Path) -> tuple[Any, Films, list[list[int]]]:
-    """The model, the films, and what users have watched."""
+    """Return the model, the films, and what users have watched."""
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return model, Films(itemset.load(index), model.config.eos_token_id), retrieval_data.histories()

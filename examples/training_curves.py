@@ -12,7 +12,7 @@ STRIDE = WIDE + 50
 
 
 def picture(runs: Sequence[dict[str, Any]], measures: Sequence[str], every: int) -> str:
-    """An SVG of `training.learn`'s curves: one value of each measure every `every` steps."""
+    """Return an SVG of `training.learn`'s curves: one value of each measure every `every` steps."""
     ways = list(dict.fromkeys(run["way"] for run in runs))
     size = f"{LEFT + STRIDE * len(measures)} {TOP + HIGH + 62}"
     lines = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}" font-family="sans-serif" font-size="13">']

@@ -1,4 +1,4 @@
-"""TRL's GRPO inside an item set: rollouts that are items, and the log-probabilities that they were drawn by.
+"""TRL's GRPO inside an item set: rollouts that are items, and the log-probabilities with which they were drawn.
 
 class Trainer(LegalLogProbs, GRPOTrainer): ...
 
@@ -32,7 +32,7 @@ class LegalLogProbs:
     def _get_per_token_logps_and_entropies(
         self: Any, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, **_: Any
     ) -> tuple[Tensor, Tensor, None]:
-        """TRL's own computes log p by a fused head. All rows go at once: no logits of the vocabulary are made."""
+        """Compute log q, where TRL computes log p by a fused head. All rows go at once, without all tokens' logits."""
         head = self.accelerator.unwrap_model(model).get_output_embeddings()
         if getattr(head, "bias", None) is not None:
             raise ItemSetError("the model's head has a bias: take its logits, and legal_log_probs")

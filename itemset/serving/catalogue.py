@@ -26,7 +26,7 @@ from itemset.serving.config import StaticConfig
 from itemset.serving.private_copies import delete_unused, open_copy
 from itemset.serving.wire import FORM, VERSION, Prepare, SetRef, part_of, version_of
 
-OVERHEAD = 4_000  # bytes of Python objects around an open set, as measured: docs/serving.md
+OVERHEAD = 4_000  # bytes of Python objects around an open set, as measured: docs/sets.md
 _ROUNDING = 128  # bytes of an arena that an array, or a set, takes more at most
 _KEPT = 2  # versions of a set that stay open
 

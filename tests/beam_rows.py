@@ -42,14 +42,19 @@ def layer_of(impl: Any) -> Any:
     return one.to(DEVICE)
 
 
-def softmax_attention(query: Tensor, keys: Tensor, values: Tensor, cap: float) -> Tensor:
+def softmax_attention(
+    query: Tensor, keys: Tensor, values: Tensor, cap: float, window: int | None, sinks: Tensor | None
+) -> Tensor:
     """In float64: queries [tokens, heads, size] that are the last of the keys, [length, KV heads, size]."""
     more, length = len(query), len(keys)
     keys, values = (each.double().repeat_interleave(HEADS // KV_HEADS, 1) for each in (keys, values))
     scores = torch.einsum("qhd,khd->hqk", query.double(), keys) / math.sqrt(SIZE)
     scores = cap * torch.tanh(scores / cap) if cap else scores
-    later = torch.arange(length, device=DEVICE) > torch.arange(length - more, length, device=DEVICE)[:, None]
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(later, -torch.inf).softmax(-1), values)
+    before = torch.arange(length - more, length, device=DEVICE)[:, None] - torch.arange(length, device=DEVICE)
+    scores = scores.masked_fill((before < 0) | (before >= (window or length)), -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, more, -1)), -1)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., :length], values)
 
 
 class Beams:
@@ -65,7 +70,8 @@ class Beams:
         self.cache = cache if heads_first else cache.transpose(1, 2)
         blocks = torch.randperm(GIVEN, generator=torch.Generator().manual_seed(1)).int().view(len(LENGTHS), -1)
         tables = SimpleNamespace(block_sizes=[BLOCK], block_tables=[SimpleNamespace(gpu=blocks.to(DEVICE))])
-        runner = SimpleNamespace(block_tables=tables, device=torch.device(DEVICE))
+        cache_config = SimpleNamespace(num_blocks=GIVEN + OURS)
+        runner = SimpleNamespace(block_tables=tables, kv_cache_config=cache_config, device=torch.device(DEVICE))
         self.seen = []
         for table, length in zip(blocks.long().to(DEVICE), LENGTHS, strict=True):
             at, content = torch.arange(length, device=DEVICE), self.draw(length, KV_HEADS, 2 * SIZE).to(kept)
@@ -99,18 +105,27 @@ class Beams:
             content = self.draw((rows.stop - rows.start) * more, KV_HEADS, 2 * SIZE)
             for row, own in zip(range(rows.start, rows.stop), content.split(more), strict=True):
                 self.seen[row] = torch.cat((self.seen[row], own))
-            yield self.kv.metadata(rows, more), self.draw(len(content), HEADS, SIZE), content, self.seen[rows]
+            (metadata,) = self.kv.metadata(rows, more)
+            yield metadata, self.draw(len(content), HEADS, SIZE), content, self.seen[rows]
         self.kv.grow()
 
 
 def largest_difference(
-    backend: str, dtype: torch.dtype, *, cap: float = 0.0, heads_first: bool = False, cache: str = "auto"
+    backend: str,
+    dtype: torch.dtype,
+    *,
+    cap: float = 0.0,
+    heads_first: bool = False,
+    cache: str = "auto",
+    window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> float:
     """Of any number of all passes, from one in float64. Some begin in the middle of a prompt's rows, and of the second
     one's tokens only the first has heirs."""
     from vllm_static.worker.beam_attention import attend
 
-    layer = layer_of(implementation(backend, logits_soft_cap=cap or None, kv_cache_dtype=cache))
+    given = {"kv_cache_dtype": cache, "sliding_window": window, "sinks": sinks}
+    layer = layer_of(implementation(backend, logits_soft_cap=cap or None, **given))
     beams = Beams(layer, dtype, heads_first)
     known, largest = 0, 0.0
     for more in (1, 20, 2, 1):
@@ -119,7 +134,7 @@ def largest_difference(
             output = torch.full_like(query, torch.nan)
             attend(layer, query, beams.halves(content), beams.cache, metadata, output)
             for found, asked, both in zip(output.split(more), query.split(more), seen, strict=True):
-                apart = (found - softmax_attention(asked, *both.split(SIZE, -1), cap)).abs().max().item()
+                apart = (found - softmax_attention(asked, *both.split(SIZE, -1), cap, window, sinks)).abs().max().item()
                 largest = apart if math.isnan(apart) else max(largest, apart)
         known += 1
     assert beams.kv.used == len(LENGTHS) * ROWS * known

@@ -53,6 +53,16 @@ def test_attention_in_two_parts(backend: str, dtype: torch.dtype, cap: float, he
     assert beam_rows.largest_difference(backend, dtype, cap=cap, heads_first=heads_first, cache=cache) <= most
 
 
+@pytest.mark.parametrize("backend", ["TRITON_ATTN", pytest.param("CPU_ATTN", marks=ON_CPU)])
+@pytest.mark.parametrize("window", [None, 22, 40, 90])
+def test_windows_and_sinks(backend: str, window: int | None) -> None:
+    """Rows have up to 21 tokens of their own, so that one of them sees a last token of its prompt in the first window.
+    A sink is counted once."""
+    sinks = torch.linspace(-1, 4, beam_rows.HEADS, device=DEVICE)
+    given: dict[str, Any] = {"heads_first": True, "window": window, "sinks": sinks}
+    assert beam_rows.largest_difference(backend, torch.float32, **given) <= 1e-5
+
+
 def test_one_form_of_our_kernel_serves_lists_draws_and_tails(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a row's tokens and ancestors are, and wherever its part of them begins."""
     from specialisations import Recorded
@@ -97,8 +107,9 @@ def test_a_layer_launches_flash_attention_and_one_kernel_of_ours(monkeypatch: py
         return out, sums
 
     class FlashAttentionImpl:
-        """The attributes that `_by_flash` reads."""
+        """The attributes that `attend` and `_by_flash` read."""
 
+        sliding_window, sinks = (-1, -1), None
         head_size, scale, logits_soft_cap, vllm_flash_attn_version, kv_cache_dtype = 64, 0.125, 0.0, 3, "auto"
 
     def add_own(*args: Any) -> None:
@@ -123,9 +134,9 @@ def test_a_layer_launches_flash_attention_and_one_kernel_of_ours(monkeypatch: py
     [
         ({}, None),
         ({"logits_soft_cap": 30.0}, None),
-        ({"sliding_window": 64}, "a sliding window"),
+        ({"sliding_window": 64}, None),
         ({"alibi_slopes": [0.5, 0.25, 0.125, 0.0625]}, "ALiBi"),
-        ({"sinks": torch.zeros(beam_rows.HEADS)}, "attention sinks"),
+        ({"sinks": torch.zeros(beam_rows.HEADS)}, None),
         ({"kv_cache_dtype": "fp8"}, None),
         ({"kv_cache_dtype": "fp8_e5m2"}, "a KV cache of fp8_e5m2"),
         ({"kv_sharing_target_layer_name": "layers.0"}, "layers that share KV"),

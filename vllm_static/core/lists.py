@@ -48,20 +48,20 @@ def _initialize_kv_caches(original: Callable[..., Any], self: Any, vllm_config: 
 
 def _tried(workers: Callable[..., list[Any]], cache: Any, vllm_config: Any) -> Room | str:
     """Return what room lists get of the KVCacheConfig once all workers have tried it, or why none are made."""
-    if not _one_full_attention(cache):
-        return "the KV cache is not one of full attention"
-    spec, model = cache.kv_cache_groups[0].kv_cache_spec, vllm_config.model_config
-    block = entries_of_block(spec, model.dtype)
+    specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
+    if not _of_attention(specs):
+        return "the KV cache is not one of attention alone"
+    block = entries_of_block(specs[0], vllm_config.model_config.dtype)
     each = min(LONGEST, max(workers(longest_item)) or USUAL)  # tokens
-    context = -(-model.max_model_len // spec.block_size)
+    context = sum(-(-spec.max_memory_usage_bytes(vllm_config) // spec.page_size_bytes) for spec in specs)
     most = StaticConfig.of(vllm_config.additional_config).ranked_list_beams
     share = SHARE_UNASKED if most is None else SHARE
     left: int = min(cache.num_blocks // share, cache.num_blocks - context - 1)  # the scheduler keeps one block empty
-    beams = max(0, left) * block // each
+    beams = max(0, left) // len(specs) * block // each
     beams = beams if most is None else min(most, beams)
     if not beams:
         return "the KV cache is too small for beams"
-    blocks = -(-each * beams // block)
+    blocks = -(-each * beams // block) * len(specs)
     trials: list[Any] = workers(try_out, args=(blocks,))
     if reason := next((one for one in trials if isinstance(one, str)), None):
         return str(reason)
@@ -70,13 +70,13 @@ def _tried(workers: Callable[..., list[Any]], cache: Any, vllm_config: Any) -> R
     return Room(blocks, beams, tokens)
 
 
-def _one_full_attention(cache: Any) -> bool:
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
+def _of_attention(specs: list[Any]) -> bool:
+    """Return whether the groups of a KV cache are of attention to all tokens or in a window, with blocks alike."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
-    specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
-    return [type(one) for one in specs] == [FullAttentionSpec] and (
-        specs[0].sliding_window is specs[0].attention_chunk_size is None
-    )
+    known = all(type(one) in (FullAttentionSpec, SlidingWindowSpec) for one in specs)
+    alike = len({(one.block_size, one.page_size_bytes) for one in specs}) == 1
+    return known and alike and not any(getattr(one, "attention_chunk_size", None) for one in specs)
 
 
 @hook("vllm.v1.core.sched.scheduler:Scheduler.update_from_output", order=-1)

@@ -24,27 +24,25 @@ MANY = 1 << 13  # queries times heads: this many fill a GPU with programs as the
 TOLERANCE = 0.05  # of an attention of numbers around 1: what 16 bits may make of another order of adding
 FP8 = ("fp8", "fp8_e4m3")  # types of a KV cache whose prompts the engine's kernels read with its scales
 FP8_TOLERANCE = 0.25  # where kernels round probabilities to 8 bits
-UNTRIED = "a KV cache of 8 bits, with which this has run on no GPU yet"
 
 
 def install(runner: Any) -> str | None:
     """Let the layers of the runner's model understand `BeamMetadata`, or return why they cannot. Raises
     NotImplementedError for some of the reasons."""
-    layers = get_layers_from_vllm_config(runner.vllm_config, AttentionLayerBase, layer_names(runner)).values()
+    groups, layers = layer_groups(runner), layers_of(runner)
+    impls = [layer.impl for layer in layers.values()]
     fast_prefill = runner.vllm_config.cache_config.kv_sharing_fast_prefill
-    asked = StaticConfig.of(runner.vllm_config.additional_config).ranked_list_beams is not None
     reasons = {
-        UNTRIED: not asked and any(layer.impl.kv_cache_dtype in FP8 for layer in layers),
         "VLLM_BATCH_INVARIANT": envs.VLLM_BATCH_INVARIANT,
         "fast prefill, whose models look into the metadata": fast_prefill,
         "a window after the prompt": getattr(runner.model_config, "rswa_window", None) is not None,
     }
-    of_layers = filter(None, (why_not(layer.impl) for layer in layers))
-    if reason := next(filter(reasons.get, reasons), None) or next(of_layers, None):
+    of_layers = filter(None, map(why_not, impls))
+    if reason := next(filter(reasons.get, reasons), None) or next(of_layers, None) or _untried(runner, impls):
         return f"attention cannot read prompts once for all beams: {reason}"
-    for layer in layers:
+    for name, layer in layers.items():
         blocks, _, tokens, _ = layer.kv_cache.shape
-        if (blocks, [tokens]) != (runner.kv_cache_config.num_blocks, runner.block_tables.block_sizes):
+        if (blocks, tokens) != (runner.kv_cache_config.num_blocks, runner.block_tables.block_sizes[groups[name]]):
             raise NotImplementedError("a KV cache whose blocks are split for attention")
         fp8 = layer.impl.kv_cache_dtype in FP8
         if layer.kv_cache.itemsize != 1 if fp8 else layer.kv_cache.dtype != runner.dtype:
@@ -59,8 +57,35 @@ def install(runner: Any) -> str | None:
     return None
 
 
-def layer_names(runner: Any) -> list[str]:
-    return [name for groups in runner.attn_groups for group in groups for name in group.layer_names]
+def _untried(runner: Any, impls: list[Any]) -> str | None:
+    """Return with what this has run on no GPU yet, None if `ranked_list_beams` asks for it all the same."""
+    untried = {
+        "a KV cache of 8 bits": any(impl.kv_cache_dtype in FP8 for impl in impls),
+        "sliding windows": any(map(window_of, impls)),
+        "attention sinks": any(impl.sinks is not None for impl in impls),
+    }
+    if StaticConfig.of(runner.vllm_config.additional_config).ranked_list_beams is not None:
+        return None
+    return next((f"{what}, with which this has run on no GPU yet" for what, holds in untried.items() if holds), None)
+
+
+def layer_groups(runner: Any) -> dict[str, int]:
+    """Return the group of the KV cache that each attention layer belongs to."""
+    groups = enumerate(runner.attn_groups)
+    return {name: i for i, group in groups for each in group for name in each.layer_names}
+
+
+def layers_of(runner: Any) -> dict[str, Any]:
+    layers: dict[str, Any] = get_layers_from_vllm_config(
+        runner.vllm_config, AttentionLayerBase, list(layer_groups(runner))
+    )
+    return layers
+
+
+def window_of(impl: Any) -> int:
+    """Return how many tokens a query sees, its own among them, in a layer with a sliding window; 0 without one."""
+    window = impl.sliding_window
+    return window[0] + 1 if isinstance(window, tuple) else max(0, window)
 
 
 def why_not(impl: Any) -> str | None:
@@ -71,9 +96,7 @@ def why_not(impl: Any) -> str | None:
     on_cpu = name == "CPUAttentionBackendImpl"
     types = ("auto", "float16", "bfloat16", *(() if on_cpu else FP8))
     reasons = {
-        "a sliding window": impl.sliding_window not in (-1, (-1, -1)),
         "ALiBi, which goes by the distance of query and key": impl.alibi_slopes is not None,
-        "attention sinks, which both parts would count": impl.sinks is not None,
         f"a KV cache of {impl.kv_cache_dtype}": impl.kv_cache_dtype not in types,
         "attention that is not a decoder's": impl.attn_type != "decoder",
         "layers that share KV": impl.kv_sharing_target_layer_name is not None,
@@ -113,14 +136,30 @@ def attend(
     values of these tokens, each [tokens, KV heads, size]. kv_cache: [blocks, KV heads, tokens of a block, 2 x size].
     """
     impl, own = layer.impl, own_entries(kv_cache, beams.first_block, output.dtype)
+    window, known, more = window_of(impl), beams.ancestors.shape[1], beams.positions.shape[1]
     scale = impl.scale if query.dtype == output.dtype else impl.scale * layer._q_scale_float
     over_prompts, add = _PROMPT[type(impl).__name__], add_own
     if over_prompts is not _on_cpu:
         from vllm_static.worker import triton_attention
 
         add = triton_attention.add_own
-    sums = over_prompts(layer, query, kv_cache, beams, output)
+    if window:  # which moves by a token with each query, and has room for the row's own tokens
+        parts = [beams.of_last(window - 1 - known - i, kv_cache.shape[2]) for i in range(more)]
+        each = [over_prompts(layer, query[i::more], kv_cache, one, output[i::more]) for i, one in enumerate(parts)]
+        sums = torch.stack(each, 2).flatten(1) if more > 1 else each[0]
+    else:
+        sums = over_prompts(layer, query, kv_cache, beams, output)
+    if impl.sinks is not None:
+        sums = with_sinks(output, sums, impl.sinks)
     add(output, sums, query, new, own, beams.entries, beams.ancestors, scale, impl.logits_soft_cap or 0.0)
+
+
+def with_sinks(output: Tensor, sums: Tensor, sinks: Tensor) -> Tensor:
+    """Count each head's sink, [heads], once, as a key of the prompts that has no value. output and sums: as of `add_own`,
+    the first of which is overwritten. Returns the second anew."""
+    counted = torch.logaddexp(sums, sinks.float()[:, None])
+    output.mul_((sums - counted).exp().t()[:, :, None])
+    return counted
 
 
 def add_own(
@@ -169,7 +208,7 @@ def _by_flash(layer: Any, query: Tensor, kv_cache: Tensor, beams: BeamMetadata, 
     from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
 
     impl, scales = layer.impl, dict[str, Any]()
-    keys, values = _keys_and_values(kv_cache, impl)
+    keys, values = _keys_and_values(kv_cache, impl, beams)
     if impl.kv_cache_dtype in FP8:
         given = {"k_descale": layer._k_scale, "v_descale": layer._v_scale}
         given |= {"q_descale": layer._q_scale} if impl.supports_quant_query_input else {}
@@ -187,7 +226,7 @@ def _by_triton(layer: Any, query: Tensor, kv_cache: Tensor, beams: BeamMetadata,
     the largest score of each, and the sum of exponentials."""
     from vllm.v1.attention.ops.triton_unified_attention import unified_attention
 
-    keys, values = _keys_and_values(kv_cache, layer.impl)
+    keys, values = _keys_and_values(kv_cache, layer.impl, beams)
     sums, largest, exponentials = _segments(query, beams)
     unified_attention(
         q=query,
@@ -210,11 +249,13 @@ def _by_triton(layer: Any, query: Tensor, kv_cache: Tensor, beams: BeamMetadata,
     return (exponentials.log() + largest).logsumexp(-1).t().contiguous()
 
 
-def _keys_and_values(kv_cache: Tensor, impl: Any) -> tuple[Tensor, Tensor]:
+def _keys_and_values(kv_cache: Tensor, impl: Any, beams: BeamMetadata) -> tuple[Tensor, Tensor]:
     if kv_cache.ndim != 4 or kv_cache.shape[-1] != 2 * impl.head_size:
         raise NotImplementedError(f"a KV cache of the shape {tuple(kv_cache.shape)}")
-    kv_cache = kv_cache.view(current_platform.fp8_dtype()) if impl.kv_cache_dtype in FP8 else kv_cache
-    keys, values = kv_cache.transpose(1, 2).split(impl.head_size, dim=-1)
+    by_tokens = kv_cache.transpose(1, 2)
+    by_tokens = by_tokens[beams.copied[:2]] if beams.seen else by_tokens
+    by_tokens = by_tokens.view(current_platform.fp8_dtype()) if impl.kv_cache_dtype in FP8 else by_tokens
+    keys, values = by_tokens.split(impl.head_size, dim=-1)
     return keys, values
 
 
@@ -222,7 +263,7 @@ def _of_prompts(impl: Any, beams: BeamMetadata) -> dict[str, Any]:
     """Arguments that both kernels call alike."""
     lengths = {"cu_seqlens_q": beams.starts, "seqused_k": beams.lengths, "max_seqlen_k": beams.most_keys}
     options = {"softmax_scale": impl.scale, "softcap": impl.logits_soft_cap, "causal": False}
-    return {**lengths, **options, "block_table": beams.tables}
+    return {**lengths, **options, "block_table": beams.copied[2] if beams.seen else beams.tables}
 
 
 def _segments(query: Tensor, beams: BeamMetadata) -> tuple[Tensor, ...]:
@@ -232,13 +273,13 @@ def _segments(query: Tensor, beams: BeamMetadata) -> tuple[Tensor, ...]:
     tokens, heads, size = query.shape
     count = beams.segments or (SEGMENTS if tokens * heads < MANY else 1)
     shape = (tokens, heads, count)
-    if (heads, size, count) not in beams.scratch:
-        beams.scratch[heads, size, count] = (
+    if (kind := (heads, size, count, beams.seen)) not in beams.scratch:
+        beams.scratch[kind] = (
             query.new_empty((*shape, 1 << (size - 1).bit_length()), dtype=torch.float32),
             query.new_full(shape, -torch.inf, dtype=torch.float32),
             query.new_zeros(shape, dtype=torch.float32),
         )
-    return beams.scratch[heads, size, count]
+    return beams.scratch[kind]
 
 
 def _on_cpu(layer: Any, query: Tensor, kv_cache: Tensor, beams: BeamMetadata, output: Tensor) -> Tensor:
@@ -250,7 +291,7 @@ def _on_cpu(layer: Any, query: Tensor, kv_cache: Tensor, beams: BeamMetadata, ou
     outputs, sums = list[Tensor](), list[Tensor]()
     for (start, end, tokens), table in zip(beams.spans, beams.tables, strict=True):
         read = kv_cache.flatten(2).index_select(0, table[: -(-tokens // block)])  # along another axis it copies all
-        keys, values = (_unpacked(read, i, *layout)[:, :tokens] for i, layout in enumerate(layouts))
+        keys, values = (_unpacked(read, i, *layout)[:, :tokens][:, -beams.seen :] for i, layout in enumerate(layouts))
         asked = query[start:end].unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)  # [KV heads, group, queries, size]
         found, found_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             asked.flatten(1, 2)[None], keys[None], values[None], scale=layer.impl.scale
@@ -327,15 +368,18 @@ def largest_difference(layer: Any, dtype: torch.dtype, segments: int) -> float:
         asked = quantise(query.flatten(1), layer._q_scale)[0].view_as(query)
         query = _rounded(query, layer._q_scale)
     attend(layer, asked, new, kv_cache, beams, output)
-    group = impl.num_heads // kv_heads
+    group, seen = impl.num_heads // kv_heads, max(0, window_of(impl) - 1)
     all_keys, all_values = (
-        torch.cat((old.expand(2, -1, -1, -1), own[:, None]), 1).double().repeat_interleave(group, 2)
+        torch.cat((old[-seen:].expand(2, -1, -1, -1), own[:, None]), 1).double().repeat_interleave(group, 2)
         for old, own in zip((keys, values), new, strict=True)
     )
     scores = torch.einsum("rhd,rkhd->rhk", query.double(), all_keys) * impl.scale
     if cap := impl.logits_soft_cap:
         scores = cap * torch.tanh(scores / cap)
-    expected = torch.einsum("rhk,rkhd->rhd", scores.softmax(-1), all_values)
+    sums = scores.logsumexp(-1)
+    if impl.sinks is not None:
+        sums = torch.logaddexp(sums, impl.sinks.double())
+    expected = torch.einsum("rhk,rkhd->rhd", (scores - sums[:, :, None]).exp(), all_values)
     return float((output - expected).abs().max())
 
 

@@ -119,13 +119,14 @@ def use_adapters(runner: Any, requests: list[str], slots: np.ndarray) -> None:
         runner._set_active_loras(each, each, active)
 
 
-def _run(runner: Any, tokens: Tensor, beams: BeamMetadata, requests: list[str], recorded: bool) -> Tensor:
-    """Return a pass's hidden states of all tokens, valid until the next one. recorded: a graph may hold no other."""
-    count, buffers = beams.tokens, runner.input_buffers
+def _run(runner: Any, tokens: Tensor, beams: list[BeamMetadata], requests: list[str], recorded: bool) -> Tensor:
+    """Return a pass's hidden states of all tokens, valid until the next one. beams: of each group of the KV cache.
+    recorded: a graph may hold no other."""
+    count, buffers = beams[0].tokens, runner.input_buffers
     shape = _shape(runner, len(tokens), count, requests, recorded)
     padded = max(count, shape.num_tokens)
     buffers.input_ids[:count].copy_(tokens.reshape(-1))
-    buffers.positions[:count].copy_(beams.positions.reshape(-1))
+    buffers.positions[:count].copy_(beams[0].positions.reshape(-1))
     buffers.is_padding[:count] = False
     buffers.is_padding[count:padded] = True
     mapping = runner.block_tables.slot_mappings[:, :padded]
@@ -134,7 +135,7 @@ def _run(runner: Any, tokens: Tensor, beams: BeamMetadata, requests: list[str], 
     inputs |= dict.fromkeys(("inputs_embeds", "intermediate_tensors"))
     lora = runner.lora_config is not None
     with set_forward_context(
-        dict.fromkeys(beam_attention.layer_names(runner), beams),
+        {name: beams[group] for name, group in beam_attention.layer_groups(runner).items()},
         runner.vllm_config,
         num_tokens=padded,
         cudagraph_runtime_mode=shape.cg_mode,

@@ -5,7 +5,7 @@ when beams fork, and nothing is left when a list ends (trie-based beam search, s
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -54,29 +54,56 @@ class BeamMetadata:
     most_keys: int
     segments: int = 0  # parts in which a kernel goes through a prompt, 0 for as many as suit the pass
     scratch: dict[tuple[int, ...], tuple[Tensor, ...]] = field(default_factory=dict)  # of kernels, for all layers
+    parts: dict[int, "BeamMetadata"] = field(default_factory=dict)  # that `of_last` has made, for layers alike
+    seen: int = 0  # of each prompt its last tokens, so many at most; 0 for all. Then, on an accelerator:
+    copied: tuple[Tensor, ...] = ()  # blocks and offsets to copy, [blocks, tokens] int64, and tables of the copies
 
     @property
     def tokens(self) -> int:
         """Query tokens, without those that fill up a CUDA graph."""
         return self.positions.numel()
 
+    def of_last(self, seen: int, block: int) -> "BeamMetadata":
+        """Return the same for one query token a row, which sees this many of a prompt's last tokens. block: its tokens.
+        No kernel begins inside a block for all queries of a prompt, so what they see is copied to where one begins."""
+        if seen not in self.parts:
+            more = self.positions.shape[1]
+            lengths, most = self.lengths.clamp(max=seen), min(self.most_keys, seen)
+            places = torch.arange(-(-most // block) * block, device=lengths.device) + (self.lengths - lengths)[:, None]
+            places = places.minimum(self.lengths[:, None] - 1)  # after the last one whatever has a place
+            blocks = self.tables.gather(1, places // block).long()
+            tables = torch.arange(blocks.numel() // block, dtype=torch.int32, device=blocks.device)
+            self.parts[seen] = replace(
+                self,
+                starts=self.starts // more,
+                lengths=lengths,
+                spans=[(first // more, last // more, tokens) for first, last, tokens in self.spans],
+                most_queries=self.most_queries // more,
+                most_keys=most,
+                seen=seen,
+                copied=(blocks.view(-1, block), (places % block).view(-1, block), tables.view(len(lengths), -1)),
+            )
+        return self.parts[seen]
+
 
 class BeamKV:
     """The tokens after some prompts, of rows that branch off these, as many from each."""
 
     def __init__(self, runner: Any, prompts: Sequence[Prompt], first_block: int, *, recorded: bool = False) -> None:
-        """first_block: the entries of all layers begin there, each in its own cache; there must be enough of them.
-        recorded: for passes of one prompt that a CUDA graph holds: another may take its place, see `move_to`."""
-        self.prompts, self.recorded, self._first_block = prompts, recorded, first_block
-        (block,) = runner.block_tables.block_sizes
-        self._device, self._block_table = runner.device, runner.block_tables.block_tables[0].gpu
+        """first_block: from it on, each group of the cache has as many blocks for the entries of its layers, as layers
+        of several groups share memory; there must be enough of them. recorded: for passes of one prompt that a CUDA graph holds: another may take its place, see `move_to`."""
+        self.prompts, self.recorded, self._device = prompts, recorded, runner.device
+        block = runner.block_tables.block_sizes[0]
+        self._block_tables = [table.gpu for table in runner.block_tables.block_tables]
+        blocks = runner.kv_cache_config.num_blocks - first_block
+        self._first_blocks = [first_block + i * (blocks // len(self._block_tables)) for i in range(len(self._block_tables))]
         self._lengths = compat.to_device([one.tokens for one in prompts], self._device)
         # Races of a request stand together, and read its prompt once: [prompt, how many stand there]
         self._different = [(one, len(list(equal))) for one, equal in groupby(prompts)]
         self._read = compat.to_device([one.tokens for one, _ in self._different], self._device, np.int32)
         slots = compat.to_device([one.slot for one, _ in self._different], self._device)
         self._blocks = -(-max(one.tokens for one in prompts) // block)
-        self._tables = self._block_table[slots, : self._blocks]
+        self._tables = [table[slots, : self._blocks] for table in self._block_tables]
         self._starts = dict[tuple[int, ...], Tensor]()  # of passes' prompts, as of `BeamMetadata`
         self.restart()
 
@@ -88,7 +115,8 @@ class BeamKV:
         """Let what is recorded of these rows come after another prompt, of no more blocks."""
         self._lengths.fill_(prompt.tokens)
         self._read.fill_(prompt.tokens)
-        self._tables.copy_(self._block_table[prompt.slot, : self._blocks])
+        for own, table in zip(self._tables, self._block_tables, strict=True):
+            own.copy_(table[prompt.slot, : self._blocks])
 
     def fork(self, parents: Tensor, known: int) -> None:
         """Let rows go on from these rows of the last pass, or from the prompts.
@@ -97,8 +125,9 @@ class BeamKV:
         """
         self._ancestors = self._ancestors[:, :, :known].gather(1, parents[:, :, None].expand(-1, -1, known))
 
-    def metadata(self, rows: slice, more: int) -> BeamMetadata:
-        """Of a pass over the next `more` tokens of some rows, counted over all prompts. Reads nothing back."""
+    def metadata(self, rows: slice, more: int) -> list[BeamMetadata]:
+        """Of a pass over the next `more` tokens of some rows, counted over all prompts, for the layers of each group of
+        the KV cache. Reads nothing back."""
         _, each, known = self._ancestors.shape
         device = self._ancestors.device
         steps = torch.arange(known, known + more, device=device)
@@ -114,18 +143,17 @@ class BeamKV:
         if (bounds := (*starts, ends[-1])) not in self._starts:
             self._starts[bounds] = compat.to_device(bounds, device, np.int32)
         prompts_read = slice(read[0], read[-1] + 1)
-        return BeamMetadata(
-            positions,
-            self._ancestors.flatten(0, 1)[rows],
-            torch.arange(self.used + rows.start, self.used + rows.stop, device=device),
-            self._first_block,
-            self._starts[bounds],
-            self._read[prompts_read],
-            self._tables[prompts_read],
-            spans,
-            max(last - first for first, last, _ in spans),
-            max(lengths),
-        )
+        ancestors = self._ancestors.flatten(0, 1)[rows]
+        entries = torch.arange(self.used + rows.start, self.used + rows.stop, device=device)
+        prompt, most = (self._starts[bounds], self._read[prompts_read]), max(last - first for first, last, _ in spans)
+        groups, scratch = zip(self._first_blocks, self._tables, strict=True), dict[tuple[int, ...], Any]()
+        return [
+            BeamMetadata(
+                positions, ancestors, entries, first, *prompt, tables[prompts_read], spans, most, max(lengths),
+                scratch=scratch,
+            )
+            for first, tables in groups
+        ]  # fmt: skip
 
     def grow(self) -> None:
         """Note that a pass has run over all rows: the first query token of each is its last ancestor."""

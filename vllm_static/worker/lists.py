@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from itemset.ranking.beams import Beams, table_of, warm_up
 from itemset.ranking.lockstep import Lockstep, rows_of_passes
@@ -19,6 +20,7 @@ from itemset.ranking.search import width_at
 from itemset.serving.config import StaticConfig
 from itemset.serving.wire import HEAD, MOST_LOGITS, REASONS, EngineRequest, ListSpec, NoList
 from vllm_static import compat
+from vllm_static.worker.beam_attention import layers_of, window_of
 from vllm_static.worker.beam_forward import kept_for_drafts, most_at_once, run_logits, states_after, use_adapters
 from vllm_static.worker.beam_kv import BeamKV, Prompt, Room, entries_of_block
 from vllm_static.worker.list_graphs import ListGraphs
@@ -51,8 +53,11 @@ class WideLists:
         """room: its blocks are the KV cache's last ones."""
         self._runner, self._room = runner, room
         self._first_block = runner.kv_cache_config.num_blocks - room.blocks
-        spec = runner.kv_cache_config.kv_cache_groups[0].kv_cache_spec
-        self._entries = room.blocks * entries_of_block(spec, runner.dtype)
+        specs = [group.kv_cache_spec for group in runner.kv_cache_config.kv_cache_groups]
+        self._entries = room.blocks and room.blocks // len(specs) * entries_of_block(specs[0], runner.dtype)
+        layers = layers_of(runner).values() if room.blocks else ()
+        self._window = min(filter(None, (window_of(layer.impl) for layer in layers)), default=1 << 31)
+        self._freed = any(isinstance(spec, SlidingWindowSpec) for spec in specs)
         self._sets: ItemSetProcessor = compat.item_sets(runner)
         config = StaticConfig.of(runner.vllm_config.additional_config)
         self._rows_a_step = config.max_list_rows_per_step or runner.max_num_tokens
@@ -143,13 +148,13 @@ class WideLists:
 
     def _go_on(self, batch: Any) -> None:
         """Run the next passes of the lists that have begun: one, and more as far as a step may have their rows; all if
-        a request's next token would be its last in the context."""
+        a request's next token would be its last in the context, or frees blocks that a window has passed."""
         alive, slots, runner = {id(one.tables) for one in self.begun.values()}, batch.idx_mapping_np, self._runner
         self._making = [one for one in self._making if alive.intersection(id(each.tables) for each in one.group)]
         self._sets.arena.use([one.group[0].number for one in self._making])
         ends = runner.req_states.num_computed_tokens_np[slots] + batch.num_scheduled_tokens
         longest = runner.max_model_len - runner.num_speculative_steps
-        full = any(end + 1 >= longest for slot, end in zip(slots, ends, strict=True) if slot in self.begun)
+        full = self._freed or any(end + 1 >= longest for slot, end in zip(slots, ends, strict=True) if slot in self.begun)
         run = 0
         while self._making and (full or not run or run + self._making[0].rows <= self._rows_a_step):
             first = self._making[0]
@@ -199,11 +204,12 @@ class WideLists:
             return None
         if not self._entries:
             return NoList.NO_BLOCKS
-        if self._sets.arena.level_plan(one.number).levels > MOST_ROUNDS:
+        plan = self._sets.arena.level_plan(one.number)
+        if plan.levels > MOST_ROUNDS:
             return NoList.TOO_DEEP
         passes, most = self._passes(one), self._runner.max_num_tokens
         tokens = len(one.apart) * sum(rows * more for rows, more in passes.shapes)
-        if passes.queries > most or tokens > max(MOST_STEPS * most, 2 * self._entries):
+        if plan.longest >= self._window or passes.queries > most or tokens > max(MOST_STEPS * most, 2 * self._entries):
             return NoList.TOO_LONG
         if not self._logits_fit(one, 1):
             return NoList.TOO_LARGE

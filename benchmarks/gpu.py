@@ -7,8 +7,8 @@ bash benchmarks/gpu.sh --again engine --seconds 240             one step, whethe
 python benchmarks/gpu_pack_sglang.py                            here: makes .gpu-sglang/, for step `sglang` alone
 bash benchmarks/gpu.sh --only facts sglang_unpack sglang        there: SGLang, in some four minutes
 
-A machine needs Python, torch, Triton, transformers, NumPy, Numba and PyArrow, and no network; steps `engine` and `fp8`
-and the peers of `cells` also need .gpu/, `sglang` needs .gpu-sglang/. A step is done if a file of
+A machine needs Python, torch, Triton, transformers, NumPy, Numba and PyArrow, and no network; steps `engine`, `fp8` and
+`windows` and the peers of `cells` also need .gpu/, `sglang` needs .gpu-sglang/. A step is done if a file of
 docs/benchmarks/gpu*.json, or of --done, has rows of it by the same kernels. Each step is a process group with its own
 limit, and is ended as one. Each row is written, and synced, at once: into FILE, and as a line into FILE with the ending
 .jsonl; what steps say goes into .log. A number that differs, or an error, is a row. The exit status is 1 if a step
@@ -44,9 +44,11 @@ LIMITS = {  # seconds of each step, the most valuable first: together less than 
     "facts": 20, "smoke": 45, "unpack": 80, "engine": 175, "fp8": 120, "cells": 50, "rounds": 40, "large": 40,
     "sampled": 25, "checks": 120, "memcheck": 50, "initcheck": 40, "ncu": 30,
 }  # fmt: skip
+LATER = {"windows": 120}  # of another call: all together take longer than a machine is there
 SGLANG = {"sglang_unpack": 80, "sglang": 200}  # of a call of their own, that carries the other pack
-LIMITS |= SGLANG
-NEEDS_PACK = ("smoke", "unpack", "engine", "fp8", "memcheck", "initcheck")
+LIMITS |= LATER | SGLANG
+ENGINES = {"engine": "measure", "fp8": "measure_fp8", "windows": "measure_windows"}
+NEEDS_PACK = ("smoke", "unpack", *ENGINES, "memcheck", "initcheck")
 INTERPRETED = ("smoke", "cells", "rounds")
 STARTED = 5  # seconds that a step is given beyond what is left
 NCU = "gpu__time_duration.sum,dram__bytes_read.sum,dram__bytes_write.sum,launch__registers_per_thread"
@@ -58,8 +60,8 @@ def command_of(step: str) -> list[str]:
     python, golden = sys.executable, str(PACK / "golden.pt")
     if step == "unpack":
         return [python, str(BENCHMARKS / "gpu_engine.py"), "unpack", str(PACK)]
-    if step in ("engine", "fp8"):
-        return [python, str(BENCHMARKS / "gpu_engine.py"), "measure" if step == "engine" else "measure_fp8"]
+    if step in ENGINES:
+        return [python, str(BENCHMARKS / "gpu_engine.py"), ENGINES[step]]
     if step in SGLANG:
         what = ["measure"] if step == "sglang" else ["unpack", str(SGLANG_PACK)]
         return [python, str(BENCHMARKS / "gpu_sglang.py"), *what]
@@ -189,7 +191,7 @@ def run(names: Sequence[str], results: Results, seconds: float, given: dict[str,
     ends, ok = time.monotonic() + seconds, True
     beside = Step("unpack", results, given) if "unpack" in names else None
     for name in [name for name in names if name != "unpack"]:
-        if beside is not None and name in ("engine", "fp8"):
+        if beside is not None and name in ENGINES:
             ok &= _collect(beside, results, LIMITS["unpack"])
             beside = None
         left = ends - time.monotonic()
@@ -237,7 +239,7 @@ def chosen(args: argparse.Namespace, kernels: str) -> list[str]:
     done = steps_done([*sorted((ROOT / "docs" / "benchmarks").glob("gpu*.json")), *args.done], kernels)
     wanted = set(args.again or (name for name in every if name not in done))
     wanted |= set() if args.interpret else {"facts"}
-    if wanted & {"engine", "fp8"} and not (Path(environment()["TRITON_CACHE_DIR"]).parent / "site").exists():
+    if wanted & ENGINES.keys() and not (Path(environment()["TRITON_CACHE_DIR"]).parent / "site").exists():
         wanted.add("unpack")
     if "sglang" in wanted and not Path(SGLANG_HOME, "site").exists():
         wanted.add("sglang_unpack")

@@ -3,6 +3,7 @@
 python benchmarks/gpu_engine.py unpack PACK     make it importable, with .pyc files, the loops in Numba and two sets
 python benchmarks/gpu_engine.py measure         one engine with Qwen3-1.7B's shape and random weights: a row a way
 python benchmarks/gpu_engine.py measure_fp8     the same engine's lists with a KV cache of 8 bits
+python benchmarks/gpu_engine.py measure_windows and those of layers with windows beside full ones, all with sinks
 
 `gpu.py` runs both, with the environment of `environment`. A row is a line of JSON. STATIC_GPU_HOME names another
 folder, and STATIC_GPU_TINY=1 makes all of it small, for a vLLM that is installed on a CPU.
@@ -170,7 +171,28 @@ def measure() -> None:
 
 
 def measure_fp8() -> None:
-    llm = _started(kv_cache_dtype="auto" if TINY else "fp8")  # a CPU's attention makes no lists of the other
+    _beside_rounds(_started(kv_cache_dtype="auto" if TINY else "fp8"))  # a CPU's attention makes no lists of the other
+
+
+def measure_windows() -> None:
+    """Measure a shape like gpt-oss's: a window of 128 tokens in every other layer, and a sink in each head."""
+    import torch
+    from vllm.v1.attention.backends import cpu_attn, flash_attn
+
+    impl: Any = cpu_attn.CPUAttentionBackendImpl if TINY else flash_attn.FlashAttentionImpl
+    init = impl.__init__
+
+    def with_sinks(self: Any, num_heads: int, *args: Any, **given: Any) -> None:
+        with torch.device("cpu" if TINY else "cuda"):
+            init(self, num_heads, *args, **given | {"sinks": torch.linspace(-1, 4, num_heads, dtype=torch.bfloat16)})
+
+    impl.__init__ = with_sinks
+    kinds = ["sliding_attention", "full_attention"] * (SIZE.model[2] // 2)
+    windows = {"layer_types": kinds, "sliding_window": 16 if TINY else 128, "use_sliding_window": True}
+    _beside_rounds(_started(hf_overrides={"architectures": ["MistralForCausalLM"], **windows}))
+
+
+def _beside_rounds(llm: Any) -> None:
     for width, tokens in SIZE.lists[:2]:
         _both_ways(llm, width, tokens)
         with reported(f"rounds of {width}"):
@@ -512,6 +534,7 @@ ACTIONS: dict[str, Callable[[], Any]] = {
     "sets": make_sets,
     "measure": measure,
     "measure_fp8": measure_fp8,
+    "measure_windows": measure_windows,
 }
 
 if __name__ == "__main__":

@@ -155,8 +155,8 @@ def attend(
 
 
 def with_sinks(output: Tensor, sums: Tensor, sinks: Tensor) -> Tensor:
-    """Count each head's sink, [heads], once, as a key of the prompts that has no value. output and sums: as of `add_own`,
-    the first of which is overwritten. Returns the second anew."""
+    """Count each head's sink, [heads], once, as a key of the prompts that has no value. output, which is overwritten,
+    and sums, which are returned anew: as of `add_own`."""
     counted = torch.logaddexp(sums, sinks.float()[:, None])
     output.mul_((sums - counted).exp().t()[:, :, None])
     return counted

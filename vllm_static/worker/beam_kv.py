@@ -90,13 +90,14 @@ class BeamKV:
     """The tokens after some prompts, of rows that branch off these, as many from each."""
 
     def __init__(self, runner: Any, prompts: Sequence[Prompt], first_block: int, *, recorded: bool = False) -> None:
-        """first_block: from it on, each group of the cache has as many blocks for the entries of its layers, as layers
-        of several groups share memory; there must be enough of them. recorded: for passes of one prompt that a CUDA graph holds: another may take its place, see `move_to`."""
+        """first_block: there the entries of all layers begin, each in its own cache; there must be enough of them. As
+        layers of several groups share memory, each group has a part of these blocks. recorded: for passes of one prompt
+        that a CUDA graph holds: another may take its place, see `move_to`."""
         self.prompts, self.recorded, self._device = prompts, recorded, runner.device
         block = runner.block_tables.block_sizes[0]
         self._block_tables = [table.gpu for table in runner.block_tables.block_tables]
-        blocks = runner.kv_cache_config.num_blocks - first_block
-        self._first_blocks = [first_block + i * (blocks // len(self._block_tables)) for i in range(len(self._block_tables))]
+        end = runner.kv_cache_config.num_blocks
+        self._first_blocks = range(first_block, end, (end - first_block) // len(self._block_tables))
         self._lengths = compat.to_device([one.tokens for one in prompts], self._device)
         # Races of a request stand together, and read its prompt once: [prompt, how many stand there]
         self._different = [(one, len(list(equal))) for one, equal in groupby(prompts)]

@@ -154,9 +154,9 @@ class WideLists:
         self._sets.arena.use([one.group[0].number for one in self._making])
         ends = runner.req_states.num_computed_tokens_np[slots] + batch.num_scheduled_tokens
         longest = runner.max_model_len - runner.num_speculative_steps
-        full = self._freed or any(end + 1 >= longest for slot, end in zip(slots, ends, strict=True) if slot in self.begun)
+        full = any(end + 1 >= longest for slot, end in zip(slots, ends, strict=True) if slot in self.begun)
         run = 0
-        while self._making and (full or not run or run + self._making[0].rows <= self._rows_a_step):
+        while self._making and (self._freed or full or not run or run + self._making[0].rows <= self._rows_a_step):
             first = self._making[0]
             run += first.rows
             first.rows = next(first.passes, 0)

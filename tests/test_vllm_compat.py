@@ -29,8 +29,6 @@ from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer, SlowIncrement
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
@@ -264,18 +262,14 @@ def test_engines_that_make_no_lists_inside_a_step(tiny_model, tmp_path, monkeypa
 
 def test_caches_that_beams_cannot_share():
     sizes = {"block_size": 16, "num_kv_heads": 2, "head_size": 8, "dtype": torch.float32}
-    full = FullAttentionSpec(**sizes)
-
-    def suits(*specs):
-        groups = [KVCacheGroupSpec([f"layer {i}"], spec) for i, spec in enumerate(specs)]
-        return lists._one_full_attention(KVCacheConfig(8, [], groups))
-
-    assert suits(full)
-    assert not suits(MLAAttentionSpec(**sizes))
-    assert not suits(full, full)
-    assert not suits(SlidingWindowSpec(**sizes, sliding_window=64))
-    assert not suits(FullAttentionSpec(**sizes, sliding_window=64))
-    assert not suits(ChunkedLocalAttentionSpec(**sizes, attention_chunk_size=64))
+    full, sliding = FullAttentionSpec(**sizes), SlidingWindowSpec(**sizes, sliding_window=64)
+    for specs in ([full], [full, sliding, sliding], [sliding], [FullAttentionSpec(**sizes, sliding_window=64)]):
+        assert lists._of_attention(specs)
+    others = [MLAAttentionSpec(**sizes), ChunkedLocalAttentionSpec(**sizes, attention_chunk_size=64)]
+    others += [FullAttentionSpec(**sizes, attention_chunk_size=64), FullAttentionSpec(**sizes | {"block_size": 32})]
+    for other in others:
+        assert not lists._of_attention([full, other])
+    assert not lists._of_attention([])
 
 
 OF_XGRAMMAR = {"structured_outputs_config": {"backend": "xgrammar"}}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from models import cached, tiny_tokenizer
-from test_vllm_beam_attention import TRITON
+from test_vllm_beam_attention import TRITON, by_graphs
 from test_vllm_list_steps import made
 from test_vllm_wide_lists import as_accelerators, by_rounds, given, inside, rounds, runner_of, same
 
@@ -77,6 +77,18 @@ def test_lists_are_those_of_rounds(engines, static, kind, options, count):
                 same(found, one)
                 assert found
     assert engine.call(rounds, 75)[:2] == (4, {})  # nothing is read back
+
+
+def test_a_recorded_list_is_made_again_for_other_prompts(engines, static):
+    """Whose windows begin elsewhere in their blocks."""
+    room = {"kv_cache_memory_bytes": 256 << 20}
+    engine = engines("v2", model_of("gemma3"), **given(static, ranked_list_beams=160), **room, **TRITON)
+    lengths = [70, 75, 90, 110]
+    found, recorded, replayed = engine.call(by_graphs, "ragged", False, lengths)
+    assert (recorded, replayed) == (1, 2)
+    for items, one in zip(found, engine.call(as_accelerators, "ragged", 4, 3, False, lengths), strict=True):
+        same(items, one)
+        assert items
 
 
 @pytest.mark.parametrize(("options", "steps"), [({}, 1), (ONE_GROUP, 3)])

@@ -146,14 +146,14 @@ class BeamKV:
         prompts_read = slice(read[0], read[-1] + 1)
         ancestors = self._ancestors.flatten(0, 1)[rows]
         entries = torch.arange(self.used + rows.start, self.used + rows.stop, device=device)
-        prompt, most = (self._starts[bounds], self._read[prompts_read]), max(last - first for first, last, _ in spans)
-        groups, scratch = zip(self._first_blocks, self._tables, strict=True), dict[tuple[int, ...], Any]()
+        read_by, most = (self._starts[bounds], self._read[prompts_read]), max(last - first for first, last, _ in spans)
+        scratch = dict[tuple[int, ...], tuple[Tensor, ...]]()
         return [
             BeamMetadata(
-                positions, ancestors, entries, first, *prompt, tables[prompts_read], spans, most, max(lengths),
+                positions, ancestors, entries, first_block, *read_by, tables[prompts_read], spans, most, max(lengths),
                 scratch=scratch,
             )
-            for first, tables in groups
+            for first_block, tables in zip(self._first_blocks, self._tables, strict=True)
         ]  # fmt: skip
 
     def grow(self) -> None:

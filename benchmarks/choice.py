@@ -3,12 +3,14 @@ cost the others.
 
 python benchmarks/choice.py --sizes 100 1000 10000 100000 --json docs/benchmarks/choice.json
 python benchmarks/choice.py --forms enum regex --sizes 5000 100000 --largest 5000 --json docs/benchmarks/enums.json
+python benchmarks/choice.py --forms tools tags --sizes 1908 --json docs/benchmarks/tools.json
 python benchmarks/choice.py --parts load --engine vllm-v1
 
 requests: a real vLLM engine (model runner V1, in one process, two of SmolLM2's layers, so that the forward pass hides
 little) for each backend and size: ms to the first token of a request with a new list, of later ones with the same
-list, and of one without; MiB that the list adds at its peak. With --forms the list is an `enum` in a JSON schema, or a
-regex (a|b|c), and no item set is named.
+list, and of one without; MiB that the list adds at its peak. With --forms the list is an `enum` in a JSON schema, a
+regex (a|b|c), or tools as vLLM has them for `tool_choice="required"`: a JSON schema, or with --tool-call-parser hermes
+tags; and no item set is named.
 load: a real server gets many large lists at once, then equal ones, then one item of ten million characters, while
 others ask for /health, a set of two items that the server knows, and new ones.
 """
@@ -50,8 +52,38 @@ PROBES = ("/health", "known set of two items", "new set of two items")
 PAUSE, PATIENCE = 0.1, 900.0  # seconds between two requests of a probe, and for an answer
 
 
+ARGUMENTS: list[dict[str, Any]] = [
+    {"type": "string", "description": "what it is about, in the words of whoever asks"},
+    {"type": "integer", "description": "how many at most"},
+    {"enum": ["open", "closed", "pending"]},
+    {"type": "array", "items": {"type": "string"}},
+    {"type": "object", "properties": {"from": {"type": "string"}, "to": {"type": "number"}}, "required": ["from"]},
+]
+
+
+def tools(form: str, texts: Sequence[str]) -> dict[str, Any]:
+    """A call of one or several of as many tools as texts, with one to five arguments each."""
+    calls, tags = list[Any](), list[Any]()
+    for i, text in enumerate(texts):
+        name = f"{re.sub(r'[^A-Za-z0-9]+', '_', text)[:50]}_{i}"
+        properties = {f"{name[:6]}_{k}": ARGUMENTS[(i + k) % len(ARGUMENTS)] for k in range(1 + i % 5)}
+        schema = {"type": "object", "properties": properties, "required": [*properties][: 1 + i % 2]}
+        call = {"name": {"type": "string", "enum": [name]}, "parameters": schema}
+        calls.append({"properties": call, "required": [*call]})
+        content = {"type": "json_schema", "json_schema": schema}
+        for space in ("\n", ""):
+            begin = f'<tool_call>{space}{{"name": "{name}", "arguments": '
+            tags.append({"type": "tag", "begin": begin, "content": content, "end": f"}}{space}</tool_call>"})
+    if form == "tools":
+        return {"json": {"type": "array", "minItems": 1, "items": {"type": "object", "anyOf": calls}}}
+    listed = {"type": "tags_with_separator", "tags": tags, "separator": "", "at_least_one": True}
+    return {"structural_tag": json.dumps({"type": "structural_tag", "format": listed})}
+
+
 def structured(form: str, texts: Sequence[str]) -> dict[str, Any]:
     """The words of `StructuredOutputsParams` for one of these texts."""
+    if form in ("tools", "tags"):
+        return tools(form, texts)
     if form == "enum":
         schema = {"type": "object", "properties": {"name": {"enum": list(texts)}}, "required": ["name"]}
         return {"json": schema}
@@ -172,7 +204,7 @@ def main() -> None:
     options.add_argument(
         "--texts", choices=TEXTS, default="articles", help="articles of a shop, or 2 to 4 of 4,000 words"
     )
-    options.add_argument("--forms", nargs="+", choices=("choice", "enum", "regex"), default=["choice"])
+    options.add_argument("--forms", nargs="+", choices=("choice", "enum", "regex", "tools", "tags"), default=["choice"])
     options.add_argument("--largest", type=int, default=10_000, help="items up to which xgrammar runs")
     options.add_argument("--repeats", type=int, default=1, help="processes a figure, which is their median")
     options.add_argument("--engine", choices=ENGINES, default="vllm-v1", help="of the load")

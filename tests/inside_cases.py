@@ -148,6 +148,48 @@ def check_spaced(text: str, items: Sequence[dict[str, Any]]) -> None:
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "films"}], "max_tokens": 150, "temperature": 1}
 
 
+MANY_TOOLS = {f"{verb}_{i}": (f"size_{i % 9}", f"of_{i % 7}") for i in range(150) for verb in ("send", "find")}
+"""Of each name, the two arguments."""
+
+
+def _parameters(size: str, wrapped: str) -> dict[str, Any]:
+    properties = {size: {"enum": ["small", "large"]}, wrapped: {"type": "boolean"}}
+    return {"type": "object", "properties": properties, "required": [size, wrapped]}
+
+
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": _parameters(*keys), "strict": True}}
+    for name, keys in MANY_TOOLS.items()
+]
+CALLS_TAG = {
+    "type": "structural_tag",
+    "format": {
+        "type": "tags_with_separator",
+        "tags": [
+            {
+                "type": "tag",
+                "begin": f'<t>{{"name": "{name}", "arguments": ',
+                "content": {"type": "json_schema", "json_schema": _parameters(*keys)},
+                "end": "}</t>",
+            }
+            for name, keys in MANY_TOOLS.items()
+        ],
+        "separator": "",
+        "at_least_one": True,
+        "stop_after_first": True,
+    },
+}
+
+
+def calls_schema(most: int) -> dict[str, Any]:
+    """As both engines make of tools."""
+    calls = [
+        {"properties": {"name": {"enum": [name]}, "parameters": _parameters(*keys)}, "required": ["name", "parameters"]}
+        for name, keys in MANY_TOOLS.items()
+    ]
+    return {"type": "array", "minItems": 1, "maxItems": most, "items": {"type": "object", "anyOf": calls}}
+
+
 def check_refused_beside_slates(server: Any) -> None:
     """A forced tool, and a ranked list."""
     tools = [{"type": "function", "function": {"name": "show", "parameters": {"type": "object"}}}]

@@ -12,7 +12,19 @@ from typing import Any
 import pytest
 from demo_checks import TITLE_OF
 from engine_words import Answer
-from inside_cases import ALONE, BAD, BAD_SLATES, CASES, SCHEMAS, TITLES
+from inside_cases import (
+    ALONE,
+    BAD,
+    BAD_SLATES,
+    CALLS_TAG,
+    CASES,
+    CHAT,
+    MANY_TOOLS,
+    SCHEMAS,
+    TITLES,
+    TOOLS,
+    calls_schema,
+)
 from models import tiny_tokenizer
 from server_tests import check_refused
 
@@ -115,6 +127,59 @@ def test_very_many_texts_become_sets(engine, drafting):
                     assert own in [list(answer.tokens[at : at + len(own)]) for at in range(len(answer.tokens))]
     assert set(found) <= set(texts)
     assert len(found) > len(asked)
+
+
+def of_calls(calls: list[dict[str, Any]], arguments: str) -> None:
+    """Each a tool with its own arguments."""
+    for call in calls:
+        size, wrapped = MANY_TOOLS[call["name"]]
+        given = call[arguments]
+        given = json.loads(given) if isinstance(given, str) else given
+        assert given.keys() == {size, wrapped}
+        assert given[size] in ("small", "large")
+        assert given[wrapped] in (True, False)
+
+
+def test_one_of_hundreds_of_tools(engine, drafting):
+    """By its own schema, also where drafts cross the end of its name."""
+    kinds = [{"json": calls_schema(3)}, {"structural_tag": json.dumps(CALLS_TAG)}]
+    asked = [one | {"max_tokens": 200, "temperature": 0} for one in kinds for _ in range(4)]
+    prompts = [f"{list(MANY_TOOLS)[i]} {i}" for i in range(len(asked))]
+    ended = 0
+    for one, other in zip(engine.ask(prompts, asked), drafting.ask(prompts, asked), strict=True):
+        assert one.text == other.text
+        if one.finish == "stop":
+            ended += 1
+            if one.text.startswith("["):
+                of_calls(json.loads(one.text), "parameters")
+            else:
+                of_calls([json.loads(text) for text in re.findall(r"<t>(.*?)</t>", one.text)], "arguments")
+    assert ended > len(asked) / 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_hundreds_of_tools_over_http(server, stream):
+    def called(choice: Any) -> list[dict[str, Any]]:
+        body = CHAT | {"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False, "max_tokens": 200}
+        if not stream:
+            status, answer = server.post("/v1/chat/completions", body)
+            assert status == 200, answer
+            return [call["function"] for call in answer["choices"][0]["message"]["tool_calls"]]
+        calls: dict[int, dict[str, str]] = {}
+        for event in server.events("/v1/chat/completions", body | {"stream": True}):
+            for delta in event["choices"][0]["delta"].get("tool_calls") or () if event["choices"] else ():
+                call = calls.setdefault(delta["index"], {"name": "", "arguments": ""})
+                for key in call:
+                    call[key] += delta["function"].get(key) or ""
+        return list(calls.values())
+
+    for _ in range(3):
+        (call,) = called("required")
+        of_calls([call], "arguments")
+    (call,) = called({"type": "function", "function": {"name": "send_77"}})
+    assert call["name"] == "send_77"
+    of_calls([call], "arguments")
+    assert f"lists {len(TOOLS)} tools" in server.log()
 
 
 def test_integers_stand_without_quotes(engine):

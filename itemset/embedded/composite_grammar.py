@@ -63,6 +63,7 @@ class _Thread:
     """One reading: outside of all holes, or in one, at a state of its items. Immutable but for `open`."""
 
     matcher: _Matcher
+    holes: Sequence[Hole]  # of the grammar that it reads by
     given: dict[int | None, Items]  # by group, what is left of its items
     found: tuple[Found, ...]  # the items so far
     hole: int = -1
@@ -88,10 +89,11 @@ class Composite:
         stop_token_ids: Iterable[int] = (),
     ) -> None:  # fmt: skip
         """stop_token_ids: the request's; by default those of the tokenizer."""
-        self._vocabulary, self._holes = vocabulary, holes
+        self._vocabulary = vocabulary
         matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=sorted(stop_token_ids) or None)
         self._stops = frozenset(matcher.stop_token_ids)
-        self._history = [[_Thread(_Matcher(matcher), {}, ())]]
+        self._history = [[_Thread(_Matcher(matcher), holes, {}, ())]]
+        self._tokens = list[int]()
         self._read = [0]  # bytes of the text so far, after each token
         self._wide = torch.empty((1, vocabulary.words), dtype=torch.int32)
         self._outside: NDArray[np.int32] = self._wide.numpy()[0, : vocabulary.model_words]
@@ -126,8 +128,10 @@ class Composite:
         if not 0 <= token < self._vocabulary.size:
             return False
         before = self._history[-1]
-        after = self._after(before, token)
+        self._tokens.append(token)
+        after = self._read_anew(self._after(before, token))
         if not after:
+            self._tokens.pop()
             for thread in before:
                 thread.matcher.to(thread.depth)
             return False
@@ -153,12 +157,23 @@ class Composite:
         if not 0 <= tokens < len(self._history):
             raise ValueError(f"cannot roll back {tokens} tokens, {len(self._history) - 1} were accepted")
         if tokens:
-            del self._history[-tokens:], self._read[-tokens:]
+            del self._history[-tokens:], self._read[-tokens:], self._tokens[-tokens:]
             for thread in self._history[-1]:
                 thread.matcher.to(thread.depth)
 
     def reset(self) -> None:
         self.rollback(len(self._history) - 1)
+
+    def _read_anew(self, threads: list[_Thread]) -> list[_Thread]:
+        """Return the readings of the tokens so far, where an item is complete that asks for another grammar by that."""
+        for thread in threads:
+            for item in thread.found[-1:]:
+                if (reread_by := thread.holes[item.hole].reread_by) is not None:
+                    if (compiled := reread_by(item.tokens)) is None:
+                        return []
+                    other = Composite(*compiled, self._stops)
+                    return other._history[-1] if other.read(self._tokens) == len(self._tokens) else []
+        return threads
 
     def _after(self, before: list[_Thread], token: int) -> list[_Thread]:
         if token in self._stops and self.is_terminated:
@@ -185,7 +200,7 @@ class Composite:
         if entered:
             matcher = thread.matcher.fork() if thread.matcher.takes(token) else None
         if matcher is not None and matcher.accept(token):
-            after.append(_Thread(matcher, thread.given, thread.found))
+            after.append(replace(thread, matcher=matcher))
         matchers = [thread.matcher, *(thread.matcher.fork() for _ in entered[1:])]
         for (inside, state), stays in zip(entered, matchers, strict=False):
             self._land(inside.after(state, token, stays), token, after)
@@ -201,7 +216,7 @@ class Composite:
 
     def _bridge(self, thread: _Thread, token: int, after: list[_Thread]) -> None:
         """Leave the thread's hole by a token that is the item's last one and what closes it."""
-        bridges = self._holes[thread.hole].bridges
+        bridges = thread.holes[thread.hole].bridges
         for last, rest in bridges.by_token.get(token, ()) if bridges is not None else ():
             ended = thread.items.step(thread.state, last)
             if ended == DEAD or not thread.items.ends(ended):
@@ -212,17 +227,17 @@ class Composite:
 
     def _left(self, matcher: _Matcher, thread: _Thread, path: tuple[int, ...], last: int) -> _Thread:
         """Return the thread that has given an item. last: the item's last token."""
-        group, given = self._holes[thread.hole].group, thread.given
+        group, given = thread.holes[thread.hole].group, thread.given
         if group is not None:
             given = {**given, group: thread.items.without(path)}
         end = self._read[-1] + len(self._vocabulary.bytes[last])
-        return _Thread(matcher, given, (*thread.found, Found(thread.hole, path, thread.begin, end)))
+        return _Thread(matcher, thread.holes, given, (*thread.found, Found(thread.hole, path, thread.begin, end)))
 
     def _open(self, thread: _Thread) -> list[_Thread]:
         """Return the beginnings of holes that may stand here: whose id the matcher takes, unless it takes any id."""
         if thread.open is None:
             first, matcher = self._vocabulary.first, thread.matcher
-            taken = [(number, hole) for number, hole in enumerate(self._holes) if matcher.takes(first + number)]
+            taken = [(number, hole) for number, hole in enumerate(thread.holes) if matcher.takes(first + number)]
             if taken and matcher.takes(self._vocabulary.decoy):
                 taken = []
             thread.open = []
@@ -262,7 +277,7 @@ class Composite:
         thread.items.fill(thread.state, inside)
         if inside is not row:
             np.bitwise_or(row, inside, out=row)
-        bridges, matcher = self._holes[thread.hole].bridges, thread.matcher
+        bridges, matcher = thread.holes[thread.hole].bridges, thread.matcher
         if bridges is None or not (closing := thread.items.closing(thread.state, bridges)).bridges:
             return
         if not matcher.accept(self._vocabulary.first + thread.hole):

@@ -228,3 +228,8 @@ class Hole:
     bridges: Bridges | None = None  # over what follows it, None if that is not known
     group: int | None = None  # holes of one group give distinct items
     begins: bool = False  # it is the first of its group, in which all items may come anew
+    reread_by: "Callable[[tuple[int, ...]], Compiled | None] | None" = None
+    """Returns, of a complete item's tokens, the grammar by which the answer is read anew; None if it has none."""
+
+
+Compiled = tuple[Vocabulary, xgrammar.CompiledGrammar, list[Hole]]  # what each `Composite` of a constraint begins with

@@ -53,12 +53,12 @@ class _Rule(NamedTuple):
     others: list[str]
 
 
-def long_alternations(grammar: str, least: int, first: int) -> tuple[str, list[Texts]]:
+def long_alternations(grammar: str, least: int, first: int, most: int = HOLES) -> tuple[str, list[Texts]]:
     """Return a grammar with tokens `first + k` in the places of its alternations of more than `least` texts, and these.
 
-    grammar: as `printed`. Strings of JSON keep their quotes: what stands between them is taken out. Other texts stay in
-    the grammar where what comes before them is not known or ends in a space, which belongs to a text's first token, and
-    in rules that hold themselves.
+    grammar: as `printed`. most: how many are taken. Strings of JSON keep their quotes: what stands between them is
+    taken out. Other texts stay in the grammar where what comes before them is not known or ends in a space, which
+    belongs to a text's first token, and in rules that hold themselves.
     """
     lines, found = grammar.split("\n"), list[Texts]()
     rules = [
@@ -69,7 +69,7 @@ def long_alternations(grammar: str, least: int, first: int) -> tuple[str, list[T
         options = list(rule.others)
         for quoted in (True, False):
             texts = [text for text in rule.texts if (len(text) > 2 and text[0] == text[-1] == '"') == quoted]
-            wanted = len(texts) > least and len(found) < HOLES
+            wanted = len(texts) > least and len(found) < most
             before, after = ({'"'}, '"') if quoted else around.of(rule.name) if wanted else (set[str](), "")
             if wanted and " " not in before:
                 token, options = f"Token({first + len(found)})", options + ['""'] * ("" in texts)

@@ -74,7 +74,7 @@ class Marker:
         if not self._places:
             return None
         if kind == TAG and isinstance(parsed, dict) and isinstance(parsed.get("structures"), list):
-            marked = _of_present_form(marked)
+            marked = of_present_form(marked)
         spec = marked if isinstance(marked, str) else json.dumps(marked)
         return self._placed(spec, printed(kind, spec, options), parsed)
 
@@ -326,7 +326,7 @@ class Marker:
         return Marked(spec, text, re.compile(mark), holes, hole_of) if holes else None
 
 
-def _of_present_form(tag: dict[str, Any]) -> Any:
+def of_present_form(tag: dict[str, Any]) -> Any:
     """Return a structural tag of the older form, with `structures`, in the present one."""
     items = []
     for one in tag["structures"]:

@@ -84,7 +84,8 @@ class StaticBackend(backend_types.StructuredOutputBackend):
         vocabulary = Once(partial(compat.vocabulary_of, vllm_config, tokenizer)).get
         self.grammars = Grammars(vocabulary)
         options = compat.json_options(vllm_config)
-        self._alternations = LongAlternations(vocabulary, tokenizer, config.inline_enum_size, options, logger)
+        least = config.inline_enum_size
+        self._alternations = LongAlternations(vocabulary, tokenizer, least, options, logger, checked=True)
         self._xgrammar = Once(partial(XgrammarBackend, vllm_config, tokenizer, vocab_size))
         self._bitmask: NDArray[np.int32] = self.allocate_token_bitmask(0).numpy()
         self._least_rows = 0  # of a request without drafts, by vLLM's own count; 0 before the first step

@@ -8,14 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from weakref import WeakValueDictionary
 
-import xgrammar
-
-from itemset.embedded.holes import Hole, Items, Once, Vocabulary
+from itemset.embedded.holes import Compiled, Hole, Items, Once, Vocabulary
 from itemset.item_set import ItemSet
 from itemset.serving.constraint import ENVELOPE, SMALL
 
 Sets = Callable[[str], ItemSet]  # returns a set by its reference
-Compiled = tuple[Vocabulary, xgrammar.CompiledGrammar, list[Hole]]  # what each `Composite` of a constraint begins with
 
 _TURN = 2e-4  # seconds
 _compiling = threading.Lock()

@@ -1,12 +1,14 @@
-"""Constraints that list thousands of texts and name no item set: the engine builds one in the place of each list.
+"""Constraints that list thousands of texts or tools and name no item set: the engine builds one in place of each list.
 
 An `enum` of 5,000 texts in a JSON schema, a regex `(a|b|c)`, a rule of a grammar: xgrammar takes seconds for what is a
-set. The grammar with holes in these places allows the same answers, and a request is never refused for it.
+set. The grammar with holes in these places allows the same answers, and a request is never refused for it. Of tools the
+names are the set. A tool's own schema is compiled when an answer has named it.
 """
 
 import copy
 import hashlib
 import logging
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -17,17 +19,19 @@ from typing import Any
 
 import numpy as np
 
-from itemset.embedded.holes import Hole, Items, Once, Vocabulary
+from itemset.embedded.holes import HOLES, Compiled, Hole, Items, Once, Vocabulary
 from itemset.embedded.placement import JSON, TAG
 from itemset.embedded.printed import Texts, long_alternations, printed
+from itemset.embedded.tool_list import ToolList, tool_list
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet, build
-from itemset.serving.engine.grammars import Compiled, short_turns
+from itemset.serving.engine.grammars import short_turns
 from itemset.text import Escape, continues, encode
 from itemset.trie.rows import Rows, joined
 
 _KEPT = 128 << 20  # bytes of sets and grammars that are kept for further requests
 _LEFT = 1 << 14  # what one that is left to xgrammar counts as
+_LISTING = re.compile('"(?:enum|const|begin)"')
 _SLICE = 1_000  # texts encoded at once: between two slices other threads run
 
 
@@ -36,10 +40,11 @@ class LongAlternations:
 
     def __init__(
         self, vocabulary: Callable[[], Vocabulary], tokenizer: Any, least: int, options: Mapping[str, Any],
-        log: logging.Logger,
+        log: logging.Logger, checked: bool = False,
     ) -> None:  # fmt: skip
-        """least: texts that a list must have more of; 0 leaves all to xgrammar. options: as for `Constraints`."""
-        self._vocabulary, self._least, self._log = vocabulary, least, log
+        """least: texts or tools that a list must have more of; 0 leaves all to xgrammar. options: as for `Constraints`.
+        checked: the front end has had xgrammar read each constraint."""
+        self._vocabulary, self._least, self._log, self._checked = vocabulary, least, log, checked
         self._tokenizer = Once(lambda: copy.deepcopy(tokenizer))  # engines change theirs between two uses
         self._options, self._lock = options, threading.Lock()
         self._made: OrderedDict[bytes, Once[tuple[Compiled | None, int]]] = OrderedDict()
@@ -56,9 +61,13 @@ class LongAlternations:
         """Return what a `Composite` of the constraint begins with; None if xgrammar is to have it as it is."""
         if not self._least or not self.may_list(kind, spec):
             return None
+        return self._kept(kind, spec, partial(self._try, kind, spec))
+
+    def _kept(self, kind: str, spec: str, make: Callable[[], tuple[Compiled | None, int]]) -> Compiled | None:
+        """Return what `make` has made of a constraint, now or earlier. It returns what that costs, too, in bytes."""
         key = hashlib.blake2b(f"{kind}:{spec}".encode("utf-8", "surrogatepass"), digest_size=16).digest()
         with self._lock:
-            made = self._made.setdefault(key, Once(partial(self._try, kind, spec)))
+            made = self._made.setdefault(key, Once(make))
             self._made.move_to_end(key)
         compiled, cost = made.get()
         with self._lock:
@@ -72,30 +81,60 @@ class LongAlternations:
     def may_list(self, kind: str, spec: str) -> bool:
         """Return whether a constraint is long enough to list more than `least` texts. Counts characters alone."""
         if kind in (JSON, TAG):
-            return '"enum"' in spec and spec.count('"') > 2 * self._least
+            return _LISTING.search(spec) is not None and spec.count('"') > 2 * self._least
         return spec.count("|") >= self._least
 
     @short_turns()
     def _try(self, kind: str, spec: str) -> tuple[Compiled | None, int]:
         begin = perf_counter()
         try:
-            text = printed(kind, spec, self._options)
-            grammar, found = long_alternations(text, self._least, self._vocabulary().first)
-            if not found:
-                return None, _LEFT
-            vocabulary, sets = self._vocabulary(), [self._set(one) for one in found]
-            holes = [
-                Hole(Items(one), vocabulary.bridges(texts.closers)) for texts, one in zip(found, sets, strict=True)
-            ]
-            compiled = vocabulary, vocabulary.compile(grammar), holes
+            if (tools := tool_list(kind, spec, self._least)) is not None:
+                if not self._checked:  # xgrammar refuses a request for any of its tools
+                    printed(kind, tools.spec(tools.tools), self._options)
+                names = self._set(Texts(list(tools.tools), tools.closers, False))
+                compiled, cost = self._of_tools(tools, frozenset(), Items(names))
+                what, cost = f"{tools.count:,} tools", cost + names.nbytes + len(spec)
+            else:
+                compiled, cost, what = self._of_grammar(printed(kind, spec, self._options), [])
+                if not compiled[2]:
+                    return None, _LEFT
         except Exception as error:  # whatever is wrong with it, xgrammar says it to whoever asks
             self._log.info("A constraint that lists very many texts is left to xgrammar: %s", error)
             return None, _LEFT
-        self._log.info(
-            "A constraint that lists %s texts has item sets in their place: %.2f s",
-            ", ".join(f"{len(texts.texts):,}" for texts in found), perf_counter() - begin,
-        )  # fmt: skip
-        return compiled, compiled[1].memory_size_bytes + sum(one.nbytes for one in sets)
+        took = perf_counter() - begin
+        self._log.info("A constraint that lists %s has item sets in their place: %.2f s", what, took)
+        return compiled, cost
+
+    def _of_grammar(self, text: str, holes: list[Hole]) -> tuple[Compiled, int, str]:
+        """Return a grammar with sets in place of its long lists, its cost and how long these are. text: as `printed`,
+        in which the first tokens after the vocabulary are `holes`."""
+        vocabulary, given = self._vocabulary(), len(holes)
+        grammar, found = long_alternations(text, self._least, vocabulary.first + given, HOLES - given)
+        sets = [self._set(one) for one in found]
+        lists = zip(found, sets, strict=True)
+        holes = holes + [Hole(Items(one), vocabulary.bridges(texts.closers)) for texts, one in lists]
+        compiled = vocabulary.compile(grammar)
+        cost = compiled.memory_size_bytes + sum(one.nbytes for one in sets)
+        what = ", ".join(f"{len(texts.texts):,}" for texts in found) + " texts"
+        return (vocabulary, compiled, holes), cost, what
+
+    def _of_tools(self, tools: ToolList, named: frozenset[str], names: Items) -> tuple[Compiled, int]:
+        """Return the grammar of an answer that has named these tools, and its cost. names: of the others."""
+        vocabulary = self._vocabulary()
+
+        def with_another(tokens: tuple[int, ...]) -> Compiled | None:
+            more = named | {b"".join(map(vocabulary.bytes.__getitem__, tokens)).decode()}
+            make = partial(self._of_tools, tools, more, names.without(tokens))
+            try:
+                return self._kept(tools.kind, tools.spec(sorted(more)), make)
+            except Exception:
+                self._log.exception("A tool's schema could not be compiled")
+                return None
+
+        hole = Hole(names, vocabulary.bridges(tools.closers), reread_by=with_another)
+        text = printed(tools.kind, tools.spec(sorted(named)), self._options)
+        compiled, cost, _ = self._of_grammar(text.replace(tools.mark, f'" Token({vocabulary.first}) "'), [hole])
+        return compiled, cost
 
     def _set(self, found: Texts) -> ItemSet:
         """Raises ItemSetError for special tokens, which answers leave out, and texts that tokens do not give back."""

@@ -205,3 +205,36 @@ def check_rolled_back(composite: Composite, last: list[int], rows: list[Any]) ->
         composite.fill_bitmask(row)
         assert (row == before).all()
         assert composite.accept(token)
+
+
+def one_of(*names: str, second: str = "p", **more: Any) -> str:
+    named = [{"name": {"const": name}, f"{second}{i if second == 'own' else ''}": more} for i, name in enumerate(names)]
+    return json.dumps({"anyOf": [{"properties": one, "required": [*one]} for one in named]})
+
+
+LEFT = {
+    "few": one_of("a", "b"),
+    "few, named again": one_of("a", "b", "a", "b"),
+    "an escape in a name": one_of("a", "b", 'c"'),
+    "no common argument": one_of("a", "b", "c", second="own"),
+    "a reference into another": one_of("a", "b", "c", **{"$ref": "#/anyOf/0/properties/p"}),
+}
+
+
+@pytest.mark.parametrize("why", LEFT)
+def test_what_stays_with_xgrammar(why: str) -> None:
+    assert tool_list(JSON, LEFT[why], 2) is None
+
+
+def test_a_tool_that_xgrammar_refuses_is_left_to_it() -> None:
+    assert lists("tiny", 2).get(JSON, one_of("a", "b", "c", type="string", pattern="(")) is None
+    assert lists("tiny", 2).get(JSON, one_of("a", "b", "c", type="string", pattern="x")) is not None
+
+
+def test_a_named_tool_is_compiled_once() -> None:
+    at, made = setting("tekken"), lists("tekken", 2)
+    compiled = made.get(JSON, one_of("a", "b", "c", type="integer"))
+    assert compiled is not None
+    for count, text in ((2, '{"name":"a","p":7}'), (2, '{"name":"a","p":-1}'), (3, '{"name":"b","p":7}')):
+        assert spells(at, Composite(*compiled), text.encode(), set())
+        assert len(made._made) == count

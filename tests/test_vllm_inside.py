@@ -9,13 +9,16 @@ import client_checks
 import demo_checks
 import pages
 import pytest
-from inside_cases import ALONE, BAD, BAD_SLATES, CHAT, SLATE, TITLES, check_refused_beside_slates
+from inside_cases import ALONE, BAD, BAD_SLATES, CHAT, SLATE, TITLES, TOOLS, check_refused_beside_slates
 from inside_tests import *  # noqa: F403 - its tests, with the engine and the server of this module
 from inside_tests import holding
 from models import tiny_tokenizer
 from server_tests import complete
 from test_vllm_engine import metrics
 from vllm.exceptions import VLLMValidationError
+
+from itemset.embedded.placement import TAG
+from itemset.embedded.tool_list import tool_list
 
 COMPACT = {"backend": "static", "disable_any_whitespace": True}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
@@ -159,6 +162,21 @@ def test_tools(server):
     assert len(set(films)) == len(films)
     for call in choice["message"].get("tool_calls") or ():  # none if a limit has cut it
         assert json.loads(call["function"]["arguments"])["films"] == films
+
+
+def test_tools_of_every_model_whose_tags_are_known():
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionToolsParam
+    from vllm.tool_parsers import structural_tag_registry as registry
+
+    tools = [ChatCompletionToolsParam(**tool) for tool in TOOLS]
+    models = registry._VLLM_STRUCTURAL_TAG_REGISTRY.keys() | registry.XGRAMMAR_BUILTIN_STRUCTURAL_TAG_MODELS
+    assert len(models) > 15
+    for model in models:
+        for choice in ("required", "auto"):
+            tag = registry.get_model_structural_tag(model, tools, choice, reasoning=False)
+            listed = tool_list(TAG, json.dumps(tag.model_dump()), 100)
+            assert listed is not None, model
+            assert listed.count == len(tools), model
 
 
 def test_a_bad_slate_names_its_field(server):

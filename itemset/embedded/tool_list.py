@@ -15,8 +15,9 @@ from itemset.embedded.placement import JSON, TAG, objects
 from itemset.embedded.rewrite import of_present_form
 
 _SIGN, _TO_THE_LAST_SIGN = re.compile(r"[^\w\s.-]"), re.compile(r"(?s).*[^\w\s.-]")  # what no name has
-_REFERENCE = re.compile(r'"\$(?:ref|dynamicRef|recursiveRef)": "(?!#/(?:\$defs|definitions)/)')
+_INTO_OTHERS = re.compile(r'"\$(?:ref|dynamicRef|recursiveRef)"\s*:\s*"(?!#/(?:\$defs|definitions)/)')
 _SCHEMA, _TAG = {"type", "properties", "required"}, {"type", "begin", "content", "end"}  # their keys, and no others
+_Cut = tuple[list[str], dict[str, Any], str]  # of each alternative the name, one with marks, and what follows a name
 
 
 class ToolList(NamedTuple):
@@ -37,47 +38,36 @@ class ToolList(NamedTuple):
         return f"{self.before}{', '.join([*alternatives, self.other])}{self.after}"
 
 
-class _Cut(NamedTuple):
-    names: list[str]  # of each alternative
-    other: dict[str, Any]
-    closers: str
-
-
 def tool_list(kind: str, spec: str, least: int) -> ToolList | None:
     """Return a constraint's list of more than `least` tools; None if it has none. Raises ValueError: no JSON."""
-    if kind not in (JSON, TAG):
+    if kind not in (JSON, TAG) or (kind == JSON and _INTO_OTHERS.search(spec)):
         return None
     parsed = json.loads(spec)
-    if kind == TAG and "structures" in parsed:
-        parsed = of_present_form(parsed)
+    parsed = of_present_form(parsed) if kind == TAG and "structures" in parsed else parsed
     word, mark = "tags" if kind == TAG else "anyOf", "TOOL" + hashlib.sha256(spec.encode()).hexdigest()
     for _, node in objects(parsed, "$"):
         listed = node.get(word)
         if not isinstance(listed, list) or len(listed) <= least:
             continue
         cut = _tags(listed, node.get("triggers") or [], mark) if kind == TAG else _schemas(listed, mark)
-        count = len({_TO_THE_LAST_SIGN.sub("", name) for name in cut.names}) if cut else 0
-        if cut is None or count <= least:
+        if cut is None or (count := len({_TO_THE_LAST_SIGN.sub("", name) for name in cut[0]})) <= least:
             continue
         node[word] = [mark]
         before, after = json.dumps(parsed).split(json.dumps(mark))
         tools: dict[str, list[str]] = {}
-        for name, one in zip(cut.names, listed, strict=True):
+        for name, one in zip(cut[0], listed, strict=True):
             tools.setdefault(name, []).append(json.dumps(one))
-        if kind == JSON and any(_REFERENCE.search(text) for texts in tools.values() for text in texts):
-            return None  # it may lead to a tool that is not there
-        return ToolList(kind, count, before, after, tools, json.dumps(cut.other), mark, cut.closers.encode())
+        return ToolList(kind, count, before, after, tools, json.dumps(cut[1]), mark, cut[2].encode())
     return None
 
 
 def _schemas(listed: list[Any], mark: str) -> _Cut | None:
     """Cut objects of two properties, of which the first has one text alone."""
-    found = [_keys_and_name(one) for one in listed]
-    keys = {one[:2] for one in found if one}
-    if None in found or len(keys) != 1:
+    found = [one for one in map(_keys_and_name, listed) if one is not None]
+    if len(found) < len(listed) or len({one[:2] for one in found}) > 1:
         return None
-    other = {**listed[0], "properties": {key: {"const": mark} for key in listed[0]["properties"]}}
-    return _Cut([one[2] for one in found if one], other, '"')
+    other = {**listed[0], "properties": {key: {"const": mark} for key in found[0][:2]}}
+    return [one[2] for one in found], other, '"'
 
 
 def _keys_and_name(schema: Any) -> tuple[str, str, str] | None:
@@ -89,8 +79,8 @@ def _keys_and_name(schema: Any) -> tuple[str, str, str] | None:
                 name = {"type": "string"} | properties[first]
                 match list(name.items()):
                     case [("type", "string"), ("const", str(text)) | ("enum", [str(text)])]:
-                        plain = json.dumps(text) == f'"{text}"' and "/" not in text and text.isprintable()
-                        return (first, second, text) if plain else None
+                        if json.dumps(text) == f'"{text}"' and "/" not in text and text.isprintable():  # no escapes
+                            return first, second, text
     return None
 
 
@@ -105,8 +95,7 @@ def _tags(listed: list[Any], triggers: list[Any], mark: str) -> _Cut | None:
         return None
     rests = [one[len(before) :] for one in begins]
     ended = os.path.commonprefix([one[::-1] for one in rests])[::-1]  # noqa: RUF071
-    sign = _SIGN.search(ended)
-    after = ended[sign.start() :] if sign else ""
+    after = ended[sign.start() :] if (sign := _SIGN.search(ended)) else ""
     elements = [{"type": "const_string", "value": text} for text in (mark, after, mark) if text]
     other = {**listed[0], "begin": before, "content": {"type": "sequence", "elements": elements}}
-    return _Cut([one.removesuffix(after) for one in rests], other, after[:1])
+    return [one.removesuffix(after) for one in rests], other, after[:1]

@@ -61,6 +61,7 @@ def test_every_cell_of_the_docs_offline(engine, name):
 @pytest.fixture
 def server(servers, tiny_model, files):
     flags = ("--grammar-backend", "static", "--constrained-json-disable-any-whitespace", *cell_asking.flags(files))
+    flags += ("--tool-call-parser", "pythonic")  # with which tools that are required are a JSON schema
     return servers(tiny_model, arguments=flags, context_length=1024)  # as much as the demo's questions need
 
 

@@ -33,6 +33,7 @@ _KEPT = 128 << 20  # bytes of sets and grammars that are kept for further reques
 _LEFT = 1 << 14  # what one that is left to xgrammar counts as
 _LISTING = re.compile('"(?:enum|const|begin)"')
 _SLICE = 1_000  # texts encoded at once: between two slices other threads run
+_Made = tuple[Compiled | None, int]  # None for xgrammar, and what it costs to keep, in bytes
 
 
 class LongAlternations:
@@ -47,7 +48,7 @@ class LongAlternations:
         self._vocabulary, self._least, self._log, self._checked = vocabulary, least, log, checked
         self._tokenizer = Once(lambda: copy.deepcopy(tokenizer))  # engines change theirs between two uses
         self._options, self._lock = options, threading.Lock()
-        self._made: OrderedDict[bytes, Once[tuple[Compiled | None, int]]] = OrderedDict()
+        self._made: OrderedDict[bytes, Once[_Made]] = OrderedDict()
         self._costs = dict[bytes, int]()  # of those that are made
         if least:  # what takes a second with a large vocabulary: no request should wait for it
             threading.Thread(target=self._prepare, name="long-alternations", daemon=True).start()
@@ -61,13 +62,13 @@ class LongAlternations:
         """Return what a `Composite` of the constraint begins with; None if xgrammar is to have it as it is."""
         if not self._least or not self.may_list(kind, spec):
             return None
-        return self._kept(kind, spec, partial(self._try, kind, spec))
+        return self._kept(kind, spec, partial(self._made_of, kind, spec))
 
-    def _kept(self, kind: str, spec: str, make: Callable[[], tuple[Compiled | None, int]]) -> Compiled | None:
-        """Return what `make` has made of a constraint, now or earlier. It returns what that costs, too, in bytes."""
+    def _kept(self, kind: str, spec: str, make: Callable[[], _Made]) -> Compiled | None:
+        """Return what `make` has made of a constraint, now or earlier."""
         key = hashlib.blake2b(f"{kind}:{spec}".encode("utf-8", "surrogatepass"), digest_size=16).digest()
         with self._lock:
-            made = self._made.setdefault(key, Once(make))
+            made = self._made.setdefault(key, Once(partial(self._tried, make)))
             self._made.move_to_end(key)
         compiled, cost = made.get()
         with self._lock:
@@ -78,63 +79,63 @@ class LongAlternations:
                 self._costs.pop(oldest, None)
         return compiled
 
+    @short_turns()
+    def _tried(self, make: Callable[[], _Made]) -> _Made:
+        try:
+            return make()
+        except Exception as error:  # whatever is wrong with it, xgrammar says it to whoever asks
+            self._log.info("A constraint that lists very many texts or tools is left to xgrammar: %s", error)
+            return None, _LEFT
+
     def may_list(self, kind: str, spec: str) -> bool:
         """Return whether a constraint is long enough to list more than `least` texts. Counts characters alone."""
         if kind in (JSON, TAG):
             return _LISTING.search(spec) is not None and spec.count('"') > 2 * self._least
         return spec.count("|") >= self._least
 
-    @short_turns()
-    def _try(self, kind: str, spec: str) -> tuple[Compiled | None, int]:
+    def _made_of(self, kind: str, spec: str) -> _Made:
         begin = perf_counter()
-        try:
-            if (tools := tool_list(kind, spec, self._least)) is not None:
-                if not self._checked:  # xgrammar refuses a request for any of its tools
-                    printed(kind, tools.spec(tools.tools), self._options)
-                names = self._set(Texts(list(tools.tools), tools.closers, False))
-                compiled, cost = self._of_tools(tools, frozenset(), Items(names))
-                what, cost = f"{tools.count:,} tools", cost + names.nbytes + len(spec)
-            else:
-                compiled, cost, what = self._of_grammar(printed(kind, spec, self._options), [])
-                if not compiled[2]:
-                    return None, _LEFT
-        except Exception as error:  # whatever is wrong with it, xgrammar says it to whoever asks
-            self._log.info("A constraint that lists very many texts is left to xgrammar: %s", error)
-            return None, _LEFT
-        took = perf_counter() - begin
-        self._log.info("A constraint that lists %s has item sets in their place: %.2f s", what, took)
+        if (tools := tool_list(kind, spec, self._least)) is not None:
+            if not self._checked:  # xgrammar refuses a request for any of its tools
+                printed(kind, tools.spec(tools.tools), self._options)
+            names = self._set(Texts(list(tools.tools), tools.closers, False))
+            compiled, cost = self._of_tools(tools, frozenset(), Items(names))
+            what, cost = f"{tools.count:,} tools", cost + names.nbytes + len(spec)
+        else:
+            compiled, cost, what = self._of_grammar(printed(kind, spec, self._options), [])
+        if compiled is not None:
+            self._log.info("A constraint of %s has item sets in their place: %.2f s", what, perf_counter() - begin)
         return compiled, cost
 
-    def _of_grammar(self, text: str, holes: list[Hole]) -> tuple[Compiled, int, str]:
-        """Return a grammar with sets in place of its long lists, its cost and how long these are. text: as `printed`,
-        in which the first tokens after the vocabulary are `holes`."""
+    def _of_grammar(self, text: str, holes: list[Hole]) -> tuple[Compiled | None, int, str]:
+        """Return a grammar with sets in place of its long lists, None without holes, its cost, and how long they are.
+
+        text: as `printed`, in which the first tokens after the vocabulary are `holes`.
+        """
         vocabulary, given = self._vocabulary(), len(holes)
         grammar, found = long_alternations(text, self._least, vocabulary.first + given, HOLES - given)
+        if not holes and not found:
+            return None, _LEFT, ""
         sets = [self._set(one) for one in found]
-        lists = zip(found, sets, strict=True)
-        holes = holes + [Hole(Items(one), vocabulary.bridges(texts.closers)) for texts, one in lists]
+        closers = [vocabulary.bridges(texts.closers) for texts in found]
+        holes = [*holes, *map(Hole, map(Items, sets), closers)]
         compiled = vocabulary.compile(grammar)
         cost = compiled.memory_size_bytes + sum(one.nbytes for one in sets)
         what = ", ".join(f"{len(texts.texts):,}" for texts in found) + " texts"
         return (vocabulary, compiled, holes), cost, what
 
-    def _of_tools(self, tools: ToolList, named: frozenset[str], names: Items) -> tuple[Compiled, int]:
+    def _of_tools(self, tools: ToolList, named: frozenset[str], names: Items) -> _Made:
         """Return the grammar of an answer that has named these tools, and its cost. names: of the others."""
         vocabulary = self._vocabulary()
 
         def with_another(tokens: tuple[int, ...]) -> Compiled | None:
             more = named | {b"".join(map(vocabulary.bytes.__getitem__, tokens)).decode()}
             make = partial(self._of_tools, tools, more, names.without(tokens))
-            try:
-                return self._kept(tools.kind, tools.spec(sorted(more)), make)
-            except Exception:
-                self._log.exception("A tool's schema could not be compiled")
-                return None
+            return self._kept(tools.kind, tools.spec(sorted(more)), make)
 
         hole = Hole(names, vocabulary.bridges(tools.closers), reread_by=with_another)
         text = printed(tools.kind, tools.spec(sorted(named)), self._options)
-        compiled, cost, _ = self._of_grammar(text.replace(tools.mark, f'" Token({vocabulary.first}) "'), [hole])
-        return compiled, cost
+        return self._of_grammar(text.replace(tools.mark, f'" Token({vocabulary.first}) "'), [hole])[:2]
 
     def _set(self, found: Texts) -> ItemSet:
         """Raises ItemSetError for special tokens, which answers leave out, and texts that tokens do not give back."""

@@ -169,10 +169,13 @@ CALLS_TAG = {
             {
                 "type": "tag",
                 "begin": f'<t>{{"name": "{name}", "arguments": ',
-                "content": {"type": "json_schema", "json_schema": _parameters(*keys)},
+                "content": {
+                    "type": "regex",  # without the white space that a small model may write until it has no tokens left
+                    "pattern": rf'\{{"{size}": "(small|large)", "{wrapped}": (true|false)\}}',
+                },
                 "end": "}</t>",
             }
-            for name, keys in MANY_TOOLS.items()
+            for name, (size, wrapped) in MANY_TOOLS.items()
         ],
         "separator": "",
         "at_least_one": True,

@@ -132,7 +132,7 @@ def test_same_answers_as_by_all_tools(form: str, name: str) -> None:
         tools = some_tools(rng)
         kind, spec = constraint(form, tools)
         assert (listed := tool_list(kind, spec, 2)) is not None
-        assert listed.count == len(tools)
+        assert listed.size == len(tools)
         assert (compiled := made.get(kind, spec)) is not None
         assert compiled is made.get(kind, spec)
         own = by_xgrammar(at, kind, in_present_form(spec))

@@ -176,7 +176,7 @@ def test_tools_of_every_model_whose_tags_are_known():
             tag = registry.get_model_structural_tag(model, tools, choice, reasoning=False)
             listed = tool_list(TAG, json.dumps(tag.model_dump()), 100)
             assert listed is not None, model
-            assert listed.count == len(tools), model
+            assert listed.size == len(tools), model
 
 
 def test_a_bad_slate_names_its_field(server):

@@ -24,7 +24,7 @@ class ToolList(NamedTuple):
     """A constraint, cut where its tools stand."""
 
     kind: str  # of `placement`
-    count: int  # of tools: one may stand there in two forms
+    size: int  # in tools: one may stand there in two forms
     before: str
     after: str
     tools: dict[str, list[str]]  # of each name, the alternatives that begin with it
@@ -50,14 +50,14 @@ def tool_list(kind: str, spec: str, least: int) -> ToolList | None:
         if not isinstance(listed, list) or len(listed) <= least:
             continue
         cut = _tags(listed, node.get("triggers") or [], mark) if kind == TAG else _schemas(listed, mark)
-        if cut is None or (count := len({_TO_THE_LAST_SIGN.sub("", name) for name in cut[0]})) <= least:
+        if cut is None or (size := len({_TO_THE_LAST_SIGN.sub("", name) for name in cut[0]})) <= least:
             continue
         node[word] = [mark]
         before, after = json.dumps(parsed).split(json.dumps(mark))
         tools: dict[str, list[str]] = {}
         for name, one in zip(cut[0], listed, strict=True):
             tools.setdefault(name, []).append(json.dumps(one))
-        return ToolList(kind, count, before, after, tools, json.dumps(cut[1]), mark, cut[2].encode())
+        return ToolList(kind, size, before, after, tools, json.dumps(cut[1]), mark, cut[2].encode())
     return None
 
 
@@ -75,9 +75,8 @@ def _keys_and_name(schema: Any) -> tuple[str, str, str] | None:
     match schema:
         case {"properties": {**properties}, "required": [str(), str()] as required}:
             if schema.keys() <= _SCHEMA and schema.get("type", "object") == "object" and {*required} == {*properties}:
-                first, second = properties
-                name = {"type": "string"} | properties[first]
-                match list(name.items()):
+                first, second = map(str, properties)
+                match list({"type": "string", **schema["properties"][first]}.items()):
                     case [("type", "string"), ("const", str(text)) | ("enum", [str(text)])]:
                         if json.dumps(text) == f'"{text}"' and "/" not in text and text.isprintable():  # no escapes
                             return first, second, text

@@ -100,7 +100,7 @@ class LongAlternations:
                 printed(kind, tools.spec(tools.tools), self._options)
             names = self._set(Texts(list(tools.tools), tools.closers, False))
             compiled, cost = self._of_tools(tools, frozenset(), Items(names))
-            what, cost = f"{tools.count:,} tools", cost + names.nbytes + len(spec)
+            what, cost = f"{tools.size:,} tools", cost + names.nbytes + len(spec)
         else:
             compiled, cost, what = self._of_grammar(printed(kind, spec, self._options), [])
         if compiled is not None:

@@ -41,14 +41,15 @@ async def stream_one_response(
                 by_string = isinstance(finish.get("matched"), str)
                 cut = finish["type"] not in ("stop", "length") or (by_string and isinstance(expected, Thought))
                 told = expected.answer_fields(state.output_ids, cut=cut, logs=logs)
-                audit.answered(obj.rid, obj.lora_path, expected, told)
-                if THOUGHT in told:
-                    from sglang_static.front.list_requests import after_thought
-
-                    told = {"items": await after_thought(self, obj, told[THOUGHT])}
+                if not cut:
+                    audit.answered(obj.rid, obj.lora_path, expected, told)
                 stopped = not by_string and finish["type"] == "stop"
                 if fault := count_answer(expected, state.output_ids, told, stopped=stopped):
                     logger.error("Request %s: %s", obj.rid, fault)
+                if THOUGHT in told:  # whose list has been counted as one
+                    from sglang_static.front.list_requests import after_thought
+
+                    told = {"items": await after_thought(self, obj, told[THOUGHT])}
                 info.update(told)
             if expected is not None and (others or healed) and "text" in part:
                 ids = state.output_ids

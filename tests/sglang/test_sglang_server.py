@@ -244,7 +244,7 @@ def test_custom_params_hold_no_set_where_they_are_not_read(server):
         check_refused(server, path, given, "there is no field item_set in custom_params")
 
 
-def test_metrics(server):
+def test_metrics(server, named_sets):
     before = server.figures()
     complete(server, item_set="labels", n=2)
     complete(server, choice=COLOURS)
@@ -281,6 +281,8 @@ def test_metrics(server):
     }
     assert after["item_set:illegal_answers_total"] == 0  # of all the requests of this module
     assert after["item_set:arena_bytes"] > after["item_set:arena_used_bytes"] > 0
+    for name in ("answered_items", "forced_tokens"):  # from the start on
+        assert {f'item_set:{name}{{item_set="{of}"}}' for of in named_sets} <= before.keys()
 
 
 def test_another_backend_refuses_item_sets(tiny_model, servers):

@@ -301,7 +301,9 @@ def test_a_list_after_a_thought_is_that_of_two_requests(wide, name, options):
     thought = named(
         name, max_new_tokens=150, n=3, list=4, list_after="station", **{"logit_bias": {str(end): 6.0}} | options
     )
+    inside = wide.call(_items_inside)
     outputs = wide.generate(input_ids=prompt, sampling_params=thought)
+    assert wide.call(_items_inside) == inside  # a list's are none
     lengths = sorted(len(prompt) + len(output["output_ids"]) - 1 for output in outputs)
     assert wide.call(_cached) == ([] if "exact" in options else lengths)
     width = options.get("width", 4 if "exact" in options else 64)
@@ -321,6 +323,12 @@ def test_a_list_after_a_thought_is_that_of_two_requests(wide, name, options):
             [one["score"] for one in info["items"]], [one["sequence_score"] for one in found], atol=1e-4
         )
         assert all(("item_logprobs" in one) is ("item_logprobs" in options) for one in info["items"])
+
+
+def _items_inside(engine: Any) -> float:
+    from itemset.serving.metrics import INSIDE
+
+    return sum(sample.value for metric in INSIDE.collect() for sample in metric.samples if "total" in sample.name)
 
 
 def _note_cached(engine: Any) -> None:

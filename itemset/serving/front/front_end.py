@@ -69,6 +69,9 @@ class FrontEndBase:
         whether all processes of the engine are on this machine, where forms of sets lie. model: its name."""
         if self.config.item_set_audit_log is not None:
             audit.begin(self.config.item_set_audit_log, model, self.log)
+        for name in self.checks.catalogue.registered:  # from 0 on, so that a rate sees a first answer
+            metrics.ANSWERED.labels(name)
+            metrics.FORCED.labels(name)
         self.healing.on = self.config.item_set_token_healing and here and self.drafting is None
         self.host_path = why_on_host is not None
         path = f"host path: {why_on_host}" if self.host_path else "device path, masks inside the sampler"

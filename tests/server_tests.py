@@ -283,7 +283,7 @@ def audit_folder(named_sets: dict[str, NamedSet]) -> Path:
 
 def audit_lines(named_sets: dict[str, NamedSet]) -> list[dict[str, Any]]:
     """What the audit logs of all servers so far hold."""
-    return [json.loads(line) for file in audit_folder(named_sets).iterdir() for line in file.read_text().splitlines()]
+    return [json.loads(line) for file in audit_folder(named_sets).iterdir() for line in file.read_bytes().splitlines()]
 
 
 def audited(named_sets: dict[str, NamedSet], count: int) -> bool:
@@ -330,8 +330,9 @@ def test_each_answer_is_a_line_of_the_audit_log(
         assert line["model"] == "tiny"
         assert line["sets"] == [of_set | {"filters": filters}]
         items = [one for choice in answer["choices"] for one in choice.get("items", [choice.get("item")])]
+        scores = [{"score": one["logprob"]} if "draws" in body else {} for one in items]
         kept = [{name: one[name] for name in ("key", "score", "set_weight") if name in one} for one in items]
-        assert line["items"] == kept
+        assert line["items"] == [one | score for one, score in zip(kept, scores, strict=True)]
         assert len(kept) == body.get("n", body.get("draws", 1))
     assert len(audit_lines(named_sets)) == before
     text = json.dumps(audit_lines(named_sets))

@@ -6,6 +6,8 @@ import argparse
 import json
 import logging
 import os
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,7 +43,7 @@ def written(folder: Path) -> list[Any]:
     """All lines, once the thread has written them, by files."""
     assert audit.log is not None
     audit.log.queue.join()
-    return [json.loads(line) for path in sorted(folder.iterdir()) for line in path.read_text().splitlines()]
+    return [json.loads(line) for path in sorted(folder.iterdir()) for line in path.read_bytes().splitlines()]
 
 
 def test_a_line_says_which_items_and_no_text(tmp_path):
@@ -56,6 +58,8 @@ def test_a_line_says_which_items_and_no_text(tmp_path):
     logs = {"log_p": [-1.5, -0.25], "log_q": [0.0, 0.0]}
     audit.answered("d" * 1_000, None, of("view:55@inline:44"), {"item": {"key": 3}, "item_logprobs": logs})
     audit.answered("e", None, FILMS, {"items": [{"key": 2, "keys": [2], "score": -1.0, "proven": True}]})
+    drawn = [{"draw": 1, "key": 5, "logprob": -2.0}, {"draw": 2, "key": 5, "logprob": -2.0}]
+    audit.answered("draws", None, FILMS, {"items": drawn})
     audit.answered("f", None, FILMS, {"thought": object()})  # its list is another answer
     audit.answered("g", None, FILMS, {"items": None})  # it has found no end
     lines = written(tmp_path / "audit")
@@ -82,6 +86,7 @@ def test_a_line_says_which_items_and_no_text(tmp_path):
             "items": [{"key": 3, "score": -1.75}],
         },
         {"id": "e", "model": "tiny", "sets": [films], "items": [{"key": 2, "score": -1.0}]},
+        {"id": "draws", "model": "tiny", "sets": [films], "items": [{"key": 5, "score": -2.0}] * 2},
     ]
 
 
@@ -97,7 +102,19 @@ def test_files_are_rotated(tmp_path, monkeypatch):
     assert sorted(line["items"][0]["key"] for line in lines) == [*range(100 - len(lines), 100)]
 
 
-def test_a_folder_that_takes_no_line_is_an_error_at_the_start(tmp_path):
+def test_processes_that_call_themselves_the_same_have_files_of_their_own(tmp_path):
+    """As in containers of one host name, over one folder."""
+    for model in ("one", "other"):
+        audit.begin(str(tmp_path), model, LOGGER)
+        audit.answered("a", None, FILMS, {"item": None})
+        assert audit.log is not None
+        audit.log.queue.join()
+    assert [line["model"] for line in sorted(written(tmp_path), key=lambda line: line["model"])] == ["one", "other"]
+    assert len([*tmp_path.iterdir()]) == 2
+
+
+def test_a_folder_that_takes_no_line_is_an_error_at_the_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(audit.secrets, "token_hex", lambda count: "00" * count)
     (tmp_path / "file").write_text("")
     full = tmp_path / "full"
     full.mkdir()
@@ -120,16 +137,18 @@ def test_lines_and_a_log_of_requests_make_a_replay(tmp_path, monkeypatch):
     answer = [{"key": 183, "score": -2.5}]
     audit.answered("cmpl-1-0", None, FILMS, {"items": answer})
     audit.answered("chatcmpl-2", None, FILMS, {"item": {"key": 12}})
+    audit.answered("cmpl-3\x85-0", None, FILMS, {"item": {"key": 1}})  # which some take for the end of a line
+    audit.answered("cmpl-3\x85-0", None, FILMS, {"item": {"key": 183}})
     written(tmp_path / "audit")
     body = {"prompt": "A film: ", "item_set": "films"}
-    asked = [{"id": name, "body": body, "truth": [183]} for name in ("chatcmpl-2", "cmpl-1")]
-    (tmp_path / "requests.jsonl").write_text("".join(json.dumps(one) + "\n" for one in asked))
+    asked = [{"id": name, "body": body, "truth": [183]} for name in ("chatcmpl-2", "refused", "cmpl-1", "cmpl-3\x85")]
+    (tmp_path / "requests.jsonl").write_text("".join(json.dumps(one, ensure_ascii=False) + "\n" for one in asked))
     monkeypatch.chdir(tmp_path)
     exec(block, {})
     users = bench._users(argparse.Namespace(replay="replay.jsonl", users=None, requests=None))
-    assert [user["answer"] for user in users] == [[{"key": 12}], answer]
+    assert [user["answer"] for user in users] == [[{"key": 12}], answer, [{"key": 1}, {"key": 183}]]
     lists = [[(one["key"], None) for one in user["answer"]] for user in users]
-    assert bench.shares(users, lists)["recall"] == 0.5
+    assert bench.shares(users, lists)["recall"] == pytest.approx(2 / 3)
 
 
 def test_a_disk_that_fills_up_later_is_said_once(tmp_path, caplog):
@@ -145,3 +164,40 @@ def test_a_disk_that_fills_up_later_is_said_once(tmp_path, caplog):
     (said,) = caplog.records
     assert f"The audit log {path} loses lines" in said.getMessage()
     assert "No space left" in caplog.text
+
+
+def test_an_answer_that_cannot_be_written_down_is_said_once_and_ends_nothing(tmp_path, caplog):
+    audit.begin(str(tmp_path), "tiny", LOGGER)
+    for _ in range(2):
+        audit.answered("a", None, object(), {"item": {"key": 1}})  # what has no set
+    audit.answered("b", None, FILMS, {"item": {"key": 2}})
+    assert [line["id"] for line in written(tmp_path)] == ["b"]
+    (said,) = caplog.records
+    assert "loses lines" in said.getMessage()
+    assert "has no attribute 'reference'" in caplog.text
+
+
+def test_lines_that_wait_for_the_disk_at_the_end_are_written(tmp_path, monkeypatch, caplog):
+    goes_on, emit, at_exit = threading.Event(), audit.RotatingFileHandler.emit, list[Any]()
+
+    def slow(handler: Any, record: Any) -> None:
+        assert goes_on.wait(60)
+        emit(handler, record)
+
+    monkeypatch.setattr(audit.RotatingFileHandler, "emit", slow)
+    monkeypatch.setattr(audit.atexit, "register", at_exit.append)
+    monkeypatch.setattr(audit, "WAITING", 2)
+    audit.begin(str(tmp_path), "tiny", LOGGER)
+    assert audit.log is not None
+    audit.answered("0", None, FILMS, {"item": None})
+    while not audit.log.queue.empty():  # until the thread waits for the disk with it
+        time.sleep(0.01)
+    for i in range(1, 5):
+        audit.answered(str(i), None, FILMS, {"item": None})
+    (said,) = caplog.records
+    assert "loses lines" in said.getMessage()
+    threading.Timer(0.1, goes_on.set).start()
+    (stop,) = at_exit
+    stop()
+    (path,) = tmp_path.iterdir()
+    assert [json.loads(line)["id"] for line in path.read_bytes().splitlines()] == ["0", "1", "2"]

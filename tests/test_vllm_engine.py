@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+import logging
 from collections import Counter
 from typing import Any
 from unittest import mock
@@ -16,6 +18,7 @@ from test_vllm_ranking import check_scores_beside_others
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
+from itemset.serving.front import audit
 from vllm_static.worker.narrow_hooks import sampled_steps
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
@@ -221,15 +224,18 @@ def test_preemption_and_resumption(runner, engines, engine, tiny_model, static, 
     assert tight.call(metrics)["vllm:num_preemptions"] > 0
 
 
-def test_an_aborted_request_leaves_the_others_alone(engine, named_sets):
+def test_an_aborted_request_leaves_the_others_alone(engine, named_sets, tmp_path):
     # Four tokens and a stop: none of them ends within the two steps before the abort.
-    answers = engine.call(abort_some, [named("fixed") for _ in range(6)])
+    answers = engine.call(abort_some, [named("fixed") for _ in range(6)], str(tmp_path))
     assert len(answers) == 3
     assert set(answers) <= named_sets["fixed"].items
+    (log,) = tmp_path.iterdir()
+    assert [len(json.loads(line)["items"]) for line in log.read_bytes().splitlines()] == [1, 1, 1]
 
 
-def abort_some(llm, params: list[SamplingParams]) -> list[tuple[int, ...]]:
-    """Start all, abort every other one after two steps; the answers of the rest."""
+def abort_some(llm, params: list[SamplingParams], folder: str) -> list[tuple[int, ...]]:
+    """Start all, abort every other one after two steps; the answers of the rest. folder: of a log of them."""
+    audit.begin(folder, "tiny", logging.getLogger(__name__))
     names = [llm.llm_engine.add_request(f"abort-{i}", {"prompt_token_ids": [5, 6, 7]}, p) for i, p in enumerate(params)]
     llm.llm_engine.step()
     llm.llm_engine.step()
@@ -237,4 +243,7 @@ def abort_some(llm, params: list[SamplingParams]) -> list[tuple[int, ...]]:
     answers = []
     while llm.llm_engine.has_unfinished_requests():
         answers += [tuple(output.outputs[0].token_ids[:-1]) for output in llm.llm_engine.step() if output.finished]
+    assert audit.log is not None
+    audit.log.queue.join()
+    audit.log = None
     return answers

@@ -16,13 +16,14 @@ from server_tests import (
     STATED,
     Dialect,
     audit_folder,
+    audit_lines,
     check_refused,
     complete,
     flags_with_a_uri,
     item_of,
     lives,
 )
-from servers import start_expecting_failure
+from servers import start_expecting_failure, wait_for
 
 import itemset
 
@@ -170,7 +171,18 @@ def test_a_slow_reader_of_a_stream_loses_no_item():
     assert body.items == {(3, 0): {"item": {"key": 7}}}
 
 
-def test_metrics(server, runner):
+def test_each_prompt_of_a_body_has_a_line_of_its_own_in_the_audit_log(server, named_sets):
+    def logged() -> set[str]:
+        return {line["id"] for line in audit_lines(named_sets)}
+
+    for words in ({}, {"draws": 2}, {"use_beam_search": True, "n": 2}):
+        body = {"model": "tiny", "max_tokens": 200, "prompt": ["p", "q"], "item_set": "tagged", **words}
+        status, answer = server.post("/v1/completions", body)
+        assert status == 200, answer
+        wait_for(lambda ids={f"{answer['id']}-{i}" for i in range(2)}: ids <= logged())
+
+
+def test_metrics(server, runner, named_sets):
     complete(server, item_set="labels")
     complete(server, structured_outputs={"choice": COLOURS})
     before = server.figures()
@@ -194,3 +206,5 @@ def test_metrics(server, runner):
     }
     assert after["item_set:illegal_answers_total"] == 0  # of all the requests of this module
     assert (after["item_set:arena_bytes"] > after["item_set:arena_used_bytes"] > 0) == (path == "device")
+    for name in ("answered_items", "forced_tokens"):  # from the start on
+        assert {f'item_set:{name}{{item_set="{of}"}}' for of in named_sets} <= before.keys()

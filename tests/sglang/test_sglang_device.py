@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
+import logging
 
 import pytest
 from asking import CITIES, EOS, answer, inline, named, prompts
@@ -63,15 +65,19 @@ def test_a_neighbour_with_a_grammar_delays_and_changes_nothing(static, named_set
     assert len(outputs[-1]["text"]) == 12
 
 
-def test_an_aborted_request_leaves_the_others_alone(static, named_sets):
-    engine = static("device")
-    outputs = engine.call(_abort_some, [named("large", ignore_eos=True, max_new_tokens=200)] * 3, named("fixed"))
+def test_an_aborted_request_leaves_the_others_alone(static, named_sets, tmp_path):
+    engine, long = static("device"), [named("large", ignore_eos=True, max_new_tokens=200)] * 3
+    outputs = engine.call(_abort_some, long, named("fixed"), str(tmp_path))
     assert [output["meta_info"]["finish_reason"]["type"] for output in outputs[:3]] == ["abort"] * 3
     assert {answer(output) for output in outputs[3:]} <= named_sets["fixed"].items
+    (log,) = tmp_path.iterdir()
+    assert [len(json.loads(line)["items"]) for line in log.read_bytes().splitlines()] == [1, 1, 1]
 
 
-def _abort_some(engine, long, short) -> list[dict]:
-    """Three long requests are ended, once each has said something, while three short ones come and go."""
+def _abort_some(engine, long, short, folder: str) -> list[dict]:
+    """Three long requests are ended, once each has said something, while three short ones come and go. folder: of a log
+    of their answers."""
+    from itemset.serving.front import audit
 
     async def begun(params: dict) -> dict:
         async for part in await engine.async_generate(input_ids=[5, 6, 7], sampling_params=params, stream=True):
@@ -84,7 +90,12 @@ def _abort_some(engine, long, short) -> list[dict]:
     async def each() -> list[dict]:
         return await asyncio.gather(*map(begun, long), *map(whole, [short] * 3))
 
-    return engine.loop.run_until_complete(each())
+    audit.begin(folder, "tiny", logging.getLogger(__name__))
+    outputs = engine.loop.run_until_complete(each())
+    assert audit.log is not None
+    audit.log.queue.join()
+    audit.log = None
+    return outputs
 
 
 def test_inline_sets_take_turns_in_the_room_there_is(engines, tiny_model):

@@ -81,7 +81,8 @@ def new_completion_output(original: Callable[..., Any], self: Any, finish_reason
         cut = str(finish_reason) not in ("stop", "length") or (by_string and isinstance(expected, Thought))
         tokens, stopped = self.detokenizer.output_token_ids, not by_string and str(finish_reason) == "stop"
         told = expected.answer_fields(tokens, cut=cut, logs=logs)
-        audit.answered(self.external_req_id, self.lora_name, expected, told)
+        if not cut:
+            audit.answered(self.external_req_id, self.lora_name, expected, told)
         if THOUGHT in told:
             told[THOUGHT].ended.table = self.logprobs_processor.pop_prompt_token_id_logprobs()
             output.finish_reason = "stop"  # also if it had to stop by its limit

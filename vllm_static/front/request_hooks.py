@@ -216,6 +216,7 @@ async def _beam_search_online(
     trace_headers: Any, session_id: Any, priority: int = 0,
 ) -> Any:  # fmt: skip # priority: since vLLM 0.33
     """Ranked lists over HTTP."""
+    request_id = f"{request_id}-{http_bodies.body().prompts}"  # vLLM gives all prompts of a body the same
     note = answers.noting()
     with refusals(params):
         if self.engine_client.input_processor.static_front_end:

@@ -149,7 +149,8 @@ def _built(name: str, path: str, words: dict[str, list[str]], tokenizer: Callabl
             kind = hashlib.sha256(format_of(file).encode())
             digest.update(hashlib.file_digest(cast(Any, stream), kind.copy).digest())
     index = folder / f"{digest.hexdigest()[:32]}.itemset"
-    taken = (unquote_plus(urlencode(chosen, doseq=True)) or "its items") + (f", {dialect}" if dialect.names else "")
+    written = {word: "yes" if value is True else value for word, value in chosen.items()}
+    taken = (unquote_plus(urlencode(written, doseq=True)) or "its items") + (f", {dialect}" if dialect.names else "")
     with locked(folder / "lock", mode=0o600):
         if index.exists():
             os.utime(index)

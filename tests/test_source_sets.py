@@ -196,11 +196,12 @@ def test_the_way_to_an_attribute_keeps_what_was_given(given, folder, opened, cap
 @pytest.mark.parametrize(
     ("rows", "word"), [("7,Kite\n7,Ball\n", "7"), ("A,Kite\nB,Ball\nA,Boat\n", "'A'"), ("1,x\n1,y\n1,z\n2,x\n", "1")]
 )
-def test_a_key_of_different_items_is_refused_unless_it_is_meant(rows, word, folder, opened):
+def test_a_key_of_different_items_is_refused_unless_it_is_meant(rows, word, folder, opened, capsys):
     path = folder / "double.csv"
     path.write_text("sku,name\n" + rows)
     with pytest.raises(ItemSetError, match=f"keys in column 'sku' are those of different items .1., such as {word} of"):
         opened(f"{path}")
     assert len(opened(f"{path}?keys_repeat=yes").keys) == rows.count("\n")
+    assert "keys_repeat=yes" in capsys.readouterr().err
     path.write_text("sku,name\n7,Kite\n7,Kite\n8,Kite\n")  # an item twice, and one with two keys
     assert len(opened(f"{path}")) == 1

@@ -114,9 +114,10 @@ class Checks:
             of = asked.reference or self.catalogue.reference(asked.item_set or "")
             making = None if here or self._forms.has(of, asked.escape) else self._making
             of = await on(making, self._forms.reference, of, asked.escape)
-            made = self.catalogue.made(of)
             if asked.chooses:
                 made = await on(threads, self._selections.get, asked.selection, of, prompt)
+            else:
+                made = self.catalogue.made(of)
         return await on(threads, self._selections.tempered, made, asked) if asked.temperature > 1 else made
 
     def request(

@@ -41,7 +41,10 @@ def build(source: Path, out: Path, when: int) -> tuple[Path, Path]:
 
 
 def with_absolute_links(readme: str, homepage: str, version: str) -> str:
-    """Return README.md with links to the version's files: a package index shows it without the repository."""
+    """Return README.md with links to the version's files: a package index shows it without the repository. Raises
+    SystemExit, as links that lead nowhere cannot be taken back."""
+    if "/OWNER/" in homepage:
+        sys.exit(f"pyproject.toml: {homepage} is no address yet: put the repository's owner in the place of OWNER")
 
     def absolute(found: re.Match[str]) -> str:
         kind = "raw" if found[1] == "!" else "blob"

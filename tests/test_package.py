@@ -76,6 +76,8 @@ def test_links_of_the_readme_lead_to_the_version() -> None:
     assert [link for link in links if not link.startswith("http")] == []
     assert "https://example.org/us/raw/v0.1.0/docs/pictures/first_request.svg" in links
     assert "https://example.org/us/blob/v0.1.0/docs/index.md" in links
+    with pytest.raises(SystemExit, match="put the repository's owner in the place of OWNER"):
+        release.with_absolute_links("", "https://example.org/OWNER/us", "0.1.0")
 
 
 def test_the_version_stands_in_one_place(built: tuple[Path, Path]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import logging
 import random
 import re
 from typing import Any
@@ -14,11 +16,13 @@ from holes import setting
 from real_tokenizers import NAMES
 from samples import SAMPLES
 from test_long_alternations import by_xgrammar, lists
+from tokenizers import AddedToken
 
 from itemset.embedded.composite_grammar import Composite
 from itemset.embedded.placement import JSON, TAG
 from itemset.embedded.rewrite import of_present_form
 from itemset.embedded.tool_list import tool_list
+from itemset.serving.engine.long_alternations import LongAlternations
 
 PARTS = ["get", "get_all", "a", "ab", "set", "set-x", "x.y", "mail", "_"]
 VALUES: list[tuple[dict[str, Any], list[Any]]] = [
@@ -217,6 +221,9 @@ LEFT = {
     "few, named again": one_of("a", "b", "a", "b"),
     "an escape in a name": one_of("a", "b", 'c"'),
     "no common argument": one_of("a", "b", "c", second="own"),
+    "any name": json.dumps({"anyOf": [{"properties": {"name": True, "p": {}}, "required": ["name", "p"]}] * 3}),
+    "a schema that takes long": one_of("a", "b", "c", type="string", maxLength=2000),
+    "a pattern that takes long": one_of("a", "b", "c", type="string", pattern="x{1,400}"),
     "a reference into another": one_of("a", "b", "c", **{"$ref": "#/anyOf/0/properties/p"}),
 }
 
@@ -238,3 +245,37 @@ def test_a_named_tool_is_compiled_once() -> None:
     for count, text in ((2, '{"name":"a","p":7}'), (2, '{"name":"a","p":-1}'), (3, '{"name":"b","p":7}')):
         assert spells(at, Composite(*compiled), text.encode(), set())
         assert len(made._made) == count
+
+
+def test_a_tools_own_list_may_stay_with_xgrammar() -> None:
+    """A special token in it, which answers leave out: the answer that names the tool goes on all the same."""
+    at, tokenizer = setting("tiny"), copy.deepcopy(setting("tiny").tokenizer)
+    tokenizer.add_tokens([AddedToken("<f>", special=True)], special_tokens=True)
+    made = LongAlternations(lambda: at.vocabulary, tokenizer, 2, {}, logging.getLogger(__name__))
+    compiled = made.get(JSON, one_of("get", "get_all", "c", enum=["<f>x", "y", "z"]))
+    assert compiled is not None
+    for name in ("get", "get_all"):
+        assert spells(at, Composite(*compiled), f'{{"name":"{name}","p":"y"}}'.encode(), set())
+
+
+def test_a_longer_name_is_not_compiled_for_its_beginnings() -> None:
+    at, made = setting("tiny"), lists("tiny", 2)
+    compiled = made.get(JSON, one_of("a", "ab", "abc", "abcd", type="integer"))
+    assert compiled is not None
+    composite, before = Composite(*compiled), len(made._made)
+    text = b'{"name":"abcd"'
+    while text:
+        token = next(t for t, piece in enumerate(at.vocabulary.bytes) if piece and text.startswith(piece))
+        assert composite.accept(token)
+        text = text[len(at.vocabulary.bytes[token]) :]
+    assert len(made._made) == before + 1
+
+
+def test_no_request_takes_the_place_of_a_tools_grammar() -> None:
+    at, made = setting("tiny"), lists("tiny", 2)
+    spec = one_of("a", "b", "c", type="integer")
+    compiled, tools = made.get(JSON, spec), tool_list(JSON, spec, 2)
+    assert compiled is not None
+    assert tools is not None
+    assert made.get(JSON, tools.spec(["a"])) is None
+    assert spells(at, Composite(*compiled), b'{"name":"a","p":7}', set())

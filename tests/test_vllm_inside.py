@@ -171,7 +171,7 @@ def test_tools_of_every_model_whose_tags_are_known():
     tools = [ChatCompletionToolsParam(**tool) for tool in TOOLS]
     models = registry._VLLM_STRUCTURAL_TAG_REGISTRY.keys() | registry.XGRAMMAR_BUILTIN_STRUCTURAL_TAG_MODELS
     assert len(models) > 15
-    for model in models:
+    for model in models - {"harmony"}:  # gpt-oss, whose calls are framed in many ways; registered when it is used
         for choice in ("required", "auto"):
             tag = registry.get_model_structural_tag(model, tools, choice, reasoning=False)
             listed = tool_list(TAG, json.dumps(tag.model_dump()), 100)

@@ -282,7 +282,9 @@ def forced_by_core(vllm_config: Any) -> bool:
     """Return whether the engine core adds what sets force to the drafts of requests on the host path: it must know a
     step's drafts before the step begins."""
     method = getattr(vllm_config.speculative_config, "method", None)
-    known = method in NGRAM and not vllm_config.scheduler_config.async_scheduling
+    known = method == "ngram" or (method == "ngram_gpu" and vllm_config.use_v2_model_runner)  # V1's cuts drafts itself
+    known &= not vllm_config.scheduler_config.async_scheduling
+    known &= vllm_config.parallel_config.pipeline_parallel_size == 1
     return known and StaticConfig.of(vllm_config.additional_config).forced_drafts
 
 

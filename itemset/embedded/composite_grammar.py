@@ -166,13 +166,15 @@ class Composite:
 
     def _read_anew(self, threads: list[_Thread]) -> list[_Thread]:
         """Return the readings of the tokens so far, where an item is complete that asks for another grammar by that."""
+        inside = any(thread.hole >= 0 for thread in threads)
         for thread in threads:
-            for item in thread.found[-1:]:
-                if (reread_by := thread.holes[item.hole].reread_by) is not None:
-                    if (compiled := reread_by(item.tokens)) is None:
-                        return []
-                    other = Composite(*compiled, self._stops)
-                    return other._history[-1] if other.read(self._tokens) == len(self._tokens) else []
+            hole = thread.holes[thread.found[-1].hole] if thread.found else None
+            if hole is None or hole.reread_by is None or (inside and hole.bridges is not None):
+                continue  # inside: the item may still become a longer one, which what follows decides
+            if (compiled := hole.reread_by(thread.found[-1].tokens)) is None:
+                return [one for one in threads if one is not thread]
+            other = Composite(*compiled, self._stops)
+            return other._history[-1] if other.read(self._tokens) == len(self._tokens) else []
         return threads
 
     def _after(self, before: list[_Thread], token: int) -> list[_Thread]:

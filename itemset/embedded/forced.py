@@ -16,21 +16,17 @@ def extend(place: HostState | Composite, drafts: Iterable[int], most: int, words
     Verification accepts a forced token whatever the model says. Where more than one token is legal, the drafts end;
     so they do after the stop token that follows an item.
     """
-    found, taken, row, ends = list(drafts), 0, np.empty(words, np.int32), False
-    while not ends and _read(place, found[taken:]):
-        taken = len(found)
-        if taken >= most or not (isinstance(place, HostState) or place.in_set):
+    found, taken, row, ended = list(drafts), 0, np.empty(words, np.int32), False
+    while True:
+        taken += place.read(found[taken:])
+        if ended or not taken == len(found) < most or not (isinstance(place, HostState) or place.in_set):
             break
-        ends = isinstance(place, HostState) and place.ends(place.state)
+        ended = isinstance(place, HostState) and place.ends(place.state)
         if (token := _only(place, row)) is None:
             break
         found.append(token)
     place.rollback(taken)
-    return found
-
-
-def _read(place: HostState | Composite, tokens: list[int]) -> bool:
-    return place.accept(tokens) if isinstance(place, HostState) else place.read(tokens) == len(tokens)
+    return found[:taken]
 
 
 def _only(place: HostState | Composite, row: NDArray[np.int32]) -> int | None:

@@ -16,6 +16,8 @@ from itemset.embedded.rewrite import of_present_form
 
 _SIGN, _TO_THE_LAST_SIGN = re.compile(r"[^\w\s.-]"), re.compile(r"(?s).*[^\w\s.-]")  # what no name has
 _INTO_OTHERS = re.compile(r'"\$(?:ref|dynamicRef|recursiveRef)"\s*:\s*"(?!#/(?:\$defs|definitions)/)')
+# What xgrammar writes out so many times that a step would wait for it.
+_SLOW = re.compile(r'"(?:min|max)(?:Length|Items|Properties)"\s*:\s*\d{4}|\{\d*,?\d{3,}\}')
 _SCHEMA, _TAG = {"type", "properties", "required"}, {"type", "begin", "content", "end"}  # their keys, and no others
 _Cut = tuple[list[str], dict[str, Any], str]  # of each alternative the name, one with marks, and what follows a name
 
@@ -40,10 +42,10 @@ class ToolList(NamedTuple):
 
 def tool_list(kind: str, spec: str, least: int) -> ToolList | None:
     """Return a constraint's list of more than `least` tools; None if it has none. Raises ValueError: no JSON."""
-    if kind not in (JSON, TAG) or (kind == JSON and _INTO_OTHERS.search(spec)):
+    if kind not in (JSON, TAG) or (kind == JSON and _INTO_OTHERS.search(spec)) or _SLOW.search(spec):
         return None
     parsed = json.loads(spec)
-    parsed = of_present_form(parsed) if kind == TAG and "structures" in parsed else parsed
+    parsed = of_present_form(parsed) if kind == TAG and isinstance(parsed, dict) and "structures" in parsed else parsed
     word, mark = "tags" if kind == TAG else "anyOf", "TOOL" + hashlib.sha256(spec.encode()).hexdigest()
     for _, node in objects(parsed, "$"):
         listed = node.get(word)
@@ -76,7 +78,8 @@ def _keys_and_name(schema: Any) -> tuple[str, str, str] | None:
         case {"properties": {**properties}, "required": [str(), str()] as required}:
             if schema.keys() <= _SCHEMA and schema.get("type", "object") == "object" and {*required} == {*properties}:
                 first, second = map(str, properties)
-                match list({"type": "string", **schema["properties"][first]}.items()):
+                named: Any = properties[first]
+                match list({"type": "string", **(named if isinstance(named, dict) else {})}.items()):
                     case [("type", "string"), ("const", str(text)) | ("enum", [str(text)])]:
                         if json.dumps(text) == f'"{text}"' and "/" not in text and text.isprintable():  # no escapes
                             return first, second, text

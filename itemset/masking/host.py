@@ -69,12 +69,17 @@ class HostState(Walk):
 
     def accept(self, tokens: Iterable[int]) -> bool:
         """Take the tokens; at the first that is not allowed, stop before it and return False."""
-        for token in tokens:
+        tokens = list(tokens)
+        return self.read(tokens) == len(tokens)
+
+    def read(self, tokens: Sequence[int]) -> int:
+        """Take tokens up to the first that is not allowed. Returns how many."""
+        for taken, token in enumerate(tokens):
             after = _step(self._address, self._states[-1], token)
             if after == DEAD:
-                return False
+                return taken
             self._states.append(after)
-        return True
+        return len(tokens)
 
     def allowed_prefix(self, tokens: list[int]) -> list[int]:
         """Return the longest start of `tokens` that `accept` would take. The state stays."""

@@ -7,7 +7,7 @@ has to be rolled back. What drafts may be recorded in SGLang's CUDA graphs, so i
 import contextlib
 import os
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -167,7 +167,7 @@ def select_branches(original: Callable[..., Any], i: int, topk_p: Tensor) -> Any
 def prepare_drafts(original: Callable[..., Any], batch: Any) -> Any:
     """Forced tokens as drafts, in place of n-grams."""
     drafts, trees = original()
-    if not StaticConfig.of(compat.options()).forced_drafts:
+    if not _forced():
         return drafts, trees
     if (sampler := masks.current()) is not None:
         sampler.force_drafts(batch, *map(torch.from_numpy, (drafts, trees)))
@@ -178,15 +178,30 @@ def prepare_drafts(original: Callable[..., Any], batch: Any) -> Any:
     return drafts, trees
 
 
+@cache
+def _forced() -> bool:
+    return StaticConfig.of(compat.options()).forced_drafts
+
+
 def _force_on_host(grammar: Any, nodes: NDArray[np.int64], tree: NDArray[np.bool_], vocab_size: int) -> None:
     """Overwrite n-grams by a chain of what a set on the host path forces, if anything. nodes: [drafts + 1], the last
     token first. tree: [drafts + 1, drafts + 1], which nodes are above each."""
     if (place := getattr(grammar, "host", None)) is None:
         return
-    if chain := extend(place, (), len(nodes) - 1, -(-vocab_size // 32)):
-        nodes[1:] = 0
-        nodes[1 : 1 + len(chain)] = chain
-        tree[:] = np.tri(len(nodes), dtype=bool)
+    if not (chain := extend(place, (), len(nodes) - 1, -(-vocab_size // 32))):
+        return
+    at, used = 0, len(chain) + 1
+    for depth, token in enumerate(chain, 2):  # a tree of n-grams that has the whole chain has more
+        at = next(
+            (i for i in range(at + 1, len(nodes)) if nodes[i] == token and tree[i, at] and tree[i].sum() == depth), 0
+        )
+        if not at:
+            break
+    else:
+        return
+    nodes[1:used], nodes[used:] = chain, 0  # the rest are beside the chain's first token, and illegal there
+    tree[:used], tree[used:] = np.tri(used, len(nodes), dtype=bool), np.eye(len(nodes), dtype=bool)[used:]
+    tree[:, 0] = True
 
 
 def warn_of_unmasked(given: Any, *, forced: bool) -> None:

@@ -14,7 +14,8 @@ def _update_draft_token_ids(original: Callable[..., None], self: Any, draft_toke
     asynchronous scheduling vLLM does not call this: the next step begins before its drafts are known here."""
     original()
     manager = self.structured_output_manager
-    if (backend := compat.backend_of(manager)) is None or not backend.forces_drafts:
+    backend = compat.backend_of(manager)
+    if backend is None or not backend.forces_drafts or self.dynamic_sd_lookup is not None:  # which may want fewer
         return
     may_reason = compat.may_reason(manager)
     for request_id in draft_token_ids.req_ids:

@@ -81,6 +81,7 @@ class BeamMetadata:
                 most_queries=self.most_queries // more,
                 most_keys=most,
                 seen=seen,
+                parts={},
                 copied=(blocks.view(-1, block), (places % block).view(-1, block), tables.view(len(lengths), -1)),
             )
         return self.parts[seen]

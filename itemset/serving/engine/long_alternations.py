@@ -101,6 +101,8 @@ class LongAlternations:
             names = self._set(Texts(list(tools.tools), tools.closers, False))
             compiled, cost = self._of_tools(tools, frozenset(), Items(names))
             what, cost = f"{tools.size:,} tools", cost + names.nbytes + len(spec)
+        elif kind in (JSON, TAG) and '"enum"' not in spec:
+            return None, _LEFT
         else:
             compiled, cost, what = self._of_grammar(printed(kind, spec, self._options), [])
         if compiled is not None:
@@ -116,7 +118,12 @@ class LongAlternations:
         grammar, found = long_alternations(text, self._least, vocabulary.first + given, HOLES - given)
         if not holes and not found:
             return None, _LEFT, ""
-        sets = [self._set(one) for one in found]
+        try:
+            sets = [self._set(one) for one in found]
+        except ItemSetError:
+            if not holes:
+                raise
+            grammar, found, sets = text, [], []  # an answer that has named a tool goes on, whatever lists that has
         closers = [vocabulary.bridges(texts.closers) for texts in found]
         holes = [*holes, *map(Hole, map(Items, sets), closers)]
         compiled = vocabulary.compile(grammar)
@@ -131,7 +138,7 @@ class LongAlternations:
         def with_another(tokens: tuple[int, ...]) -> Compiled | None:
             more = named | {b"".join(map(vocabulary.bytes.__getitem__, tokens)).decode()}
             make = partial(self._of_tools, tools, more, names.without(tokens))
-            return self._kept(tools.kind, tools.spec(sorted(more)), make)
+            return self._kept(f"{tools.kind} of tools", tools.spec(sorted(more)), make)
 
         hole = Hole(names, vocabulary.bridges(tools.closers), reread_by=with_another)
         text = printed(tools.kind, tools.spec(sorted(named)), self._options)

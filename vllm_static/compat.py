@@ -275,17 +275,12 @@ def on_device_path(vllm_config: Any) -> bool:
     return PROCESSOR in (vllm_config.model_config.logits_processors or ())
 
 
-NGRAM = ("ngram", "ngram_gpu")
-
-
 def forced_by_core(vllm_config: Any) -> bool:
-    """Return whether the engine core adds what sets force to the drafts of requests on the host path: it must know a
-    step's drafts before the step begins."""
-    method = getattr(vllm_config.speculative_config, "method", None)
-    known = method == "ngram" or (method == "ngram_gpu" and vllm_config.use_v2_model_runner)  # V1's cuts drafts itself
-    known &= not vllm_config.scheduler_config.async_scheduling
-    known &= vllm_config.parallel_config.pipeline_parallel_size == 1
-    return known and StaticConfig.of(vllm_config.additional_config).forced_drafts
+    """Return whether the engine core, which then must know drafts before a step, adds those forced on the host path."""
+    early = vllm_config.scheduler_config.async_scheduling or vllm_config.parallel_config.pipeline_parallel_size > 1
+    method = getattr(vllm_config.speculative_config, "method", None)  # V1 cuts drafts of "ngram_gpu" itself
+    known = method == "ngram" or (method == "ngram_gpu" and vllm_config.use_v2_model_runner)
+    return not early and known and StaticConfig.of(vllm_config.additional_config).forced_drafts
 
 
 ONE_TOKEN: dict[str, Any] = {"max_tokens": 1, "temperature": 0.0, "detokenize": False, "skip_clone": True}

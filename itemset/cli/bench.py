@@ -119,7 +119,7 @@ def _users(args: argparse.Namespace) -> list[Row]:
         form = '{"body": {"prompt": "..."}, "answer": [{"key": 1, "score": -2.5}]}'
     users: list[Row] = []
     try:
-        lines = Path(file).read_text().splitlines() if file else []
+        lines = Path(file).read_text().rstrip("\n").split("\n") if file else []
     except OSError as error:
         raise ItemSetError(f"{file} cannot be read: {error.strerror}: write its lines as {form}") from error
     for number, line in enumerate(lines, 1):

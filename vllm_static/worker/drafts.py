@@ -19,6 +19,7 @@ from vllm_static.compat import hook, logger
 
 SPECULATION = "Checked in workers that speculate on the device path"  # whose modules are too heavy to import elsewhere
 
+NGRAM = ("ngram", "ngram_gpu")
 UNMASKED = {
     "dflash": "it draws all drafts of a step at once",
     "dspark": "it has a sampler of its own",
@@ -35,7 +36,7 @@ def install(processor: Any, speculative: Any, *, forced: bool) -> None:
     """Let this processor mask the drafts that are proposed under this speculative configuration. Raises RuntimeError if
     vLLM lacks a hook. forced: let forced tokens take the place of what an n-gram drafter proposes."""
     compat.install(SPECULATION)
-    if forced or speculative.method not in compat.NGRAM:
+    if forced or speculative.method not in NGRAM:
         _processors[id(speculative)] = processor
     reduced = "use_local_argmax_reduction makes no draft logits" if speculative.use_local_argmax_reduction else None
     if unmasked := reduced or UNMASKED.get(speculative.method):

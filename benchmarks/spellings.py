@@ -39,6 +39,12 @@ class Splits:
                 self.by_text[self.tokenizer.decode([token])].append(token)
         self.longest = max(map(len, self.by_text))
 
+    def canonical(self, before: list[int], text: str) -> float:
+        """The log-probability of the tokenizer's own split, its end token's included."""
+        split = [*self.tokenizer(text, add_special_tokens=False).input_ids, self.tokenizer.eos_token_id]
+        rows = (self.next_log_probs(before, [tuple(split[:at])])[0, token] for at, token in enumerate(split))
+        return float(sum(rows))
+
     @torch.no_grad()
     def next_log_probs(self, before: list[int], splits: list[Split]) -> torch.Tensor:
         """After each of these splits, which have equally many tokens: [splits, vocabulary]."""
@@ -71,9 +77,9 @@ def measured(count: int, kept: int) -> Iterator[Row]:
         for text in texts:
             text = text if prompt.endswith("\n") else f" {text}"
             found = splits.of(before, text)
-            canonical = tuple(splits.tokenizer(text, add_special_tokens=False).input_ids)
-            own.append(found.get(canonical, -np.inf))
-            whole.append(float(np.logaddexp.reduce([*found.values()])))
+            found.pop(tuple(splits.tokenizer(text, add_special_tokens=False).input_ids), None)
+            own.append(splits.canonical(before, text))
+            whole.append(float(np.logaddexp.reduce([own[-1], *found.values()])))
         shares = 1 - np.exp(np.array(own) - np.array(whole))
         best = [set(np.argsort(scores)[-10:].tolist()) for scores in (own, whole)]
         together = np.logaddexp.reduce(own) - np.logaddexp.reduce(whole)

@@ -22,6 +22,8 @@ from tokenizers import AddedToken
 from itemset.embedded.composite_grammar import Composite
 from itemset.embedded.placement import EBNF, JSON, LARK, REGEX, TAG
 from itemset.embedded.printed import long_alternations
+from itemset.embedded.rewrite import Marker
+from itemset.errors import ItemSetError
 from itemset.serving.engine import long_alternations as of_engine
 from itemset.serving.engine.grammars import short_turns
 from itemset.serving.engine.long_alternations import LongAlternations
@@ -157,6 +159,26 @@ def test_special_tokens_stay_with_xgrammar() -> None:
     made = LongAlternations(lambda: at.vocabulary, tokenizer, 1, {}, logging.getLogger(__name__))
     assert made.get(EBNF, 'root ::= "<f>a" | "b" | "c"') is None
     assert made.get(EBNF, 'root ::= "<fa" | "b" | "c"') is not None
+
+
+def test_nul_stays_with_xgrammar_and_stands_beside_no_set() -> None:
+    """xgrammar's print ends a text there, and another language would be served."""
+    made, schema = lists("tiny"), {"enum": ["red", "green", "blue"]}
+    tag = {"type": "tag", "begin": "a\0b", "content": {"type": "json_schema", "json_schema": schema}, "end": "</t>"}
+    assert made.get(TAG, json.dumps({"type": "structural_tag", "format": tag})) is None
+    assert made.get(TAG, json.dumps({"type": "structural_tag", "format": tag | {"begin": r"a\0b"}})) is not None
+    for text in (r"a\u0000b", r"a\x00b", "a\0b"):
+        assert made.get(EBNF, f'root ::= "{text}" x\nx ::= "red" | "green" | "blue"') is None
+        with pytest.raises(ItemSetError, match=r"ebnf.* holds the character NUL .*: leave it out"):
+            Marker(lambda _: 3).mark(EBNF, f'root ::= "{text}" ItemSet("films")')
+
+
+def test_lists_in_tags_of_the_older_form() -> None:
+    at, schema = setting("tiny"), {"enum": ["red", "green", "blue"]}
+    tag = {"structures": [{"begin": "<x>", "schema": schema, "end": "</x>"}], "triggers": ["<x>"]}
+    compiled = lists("tiny").get(TAG, json.dumps({"type": "structural_tag"} | tag))
+    assert compiled is not None
+    assert spells(at, Composite(*compiled), b'<x>"green"</x>')
 
 
 def test_what_triggers_stands_before_a_list() -> None:

@@ -135,7 +135,7 @@ def test_same_answers_as_by_all_tools(form: str, name: str) -> None:
     for _ in range(max(15, SAMPLES // 100)):
         tools = some_tools(rng)
         kind, spec = constraint(form, tools)
-        assert (listed := tool_list(kind, spec, 2)) is not None
+        assert (listed := tool_list(kind, in_present_form(spec), 2)) is not None
         assert listed.size == len(tools)
         assert (compiled := made.get(kind, spec)) is not None
         assert compiled is made.get(kind, spec)

@@ -9,6 +9,7 @@ import xgrammar
 
 from itemset.embedded.holes import HOLES
 from itemset.embedded.placement import EBNF, JSON, SLATE
+from itemset.errors import ItemSetError
 
 _MADE_FROM = {JSON: "json_schema", SLATE: EBNF}  # in the names of xgrammar's functions; other kinds as they are
 
@@ -22,15 +23,19 @@ _ELEMENT = re.compile(rf"{_LITERAL}|{_CLASS}|[\w.-]+|[({{]")
 _ESCAPE = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8})|(.))")
 _SIMPLE = {"n": "\n", "r": "\r", "t": "\t", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "e": "\x1b", "0": "\0"}
 _ABOVE = 50  # rules above one, which are looked at for circles
+_NUL = re.compile(r"\0|(?<!\\)(?:\\\\)*\\(?:u0000|x00|0|U00000000)")  # as it is, or escaped
 _PRINTED = re.compile(r"\\x([0-9a-f]{2})|\\.")
 
 
 def printed(kind: str, spec: str, options: Mapping[str, Any]) -> str:
-    """Return xgrammar's grammar of a constraint, as EBNF that it reads as what it is. Raises as xgrammar does.
+    """Return xgrammar's grammar of a constraint, as EBNF that it reads as what it is. Raises as xgrammar does, and
+    ItemSetError for NUL in what is no JSON schema: it ends a text that xgrammar prints.
 
     kind: of `placement`; a slate is stated as EBNF. options: of `xgrammar.Grammar.from_json_schema`.
     xgrammar writes é as `\\xe9`, but takes all hexadecimal digits that follow for a part of it: "Québec" would be lost.
     """
+    if kind != JSON and _NUL.search(spec):
+        raise ItemSetError(f"{kind} holds the character NUL (\\u0000), which grammars with sets lose: leave it out")
     make = getattr(xgrammar.Grammar, f"from_{_MADE_FROM.get(kind, kind)}")
     text = str(make(spec, **options) if kind == JSON else make(spec))
     if r"\x" not in text:

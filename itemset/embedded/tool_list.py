@@ -12,7 +12,6 @@ from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from itemset.embedded.placement import JSON, TAG, objects
-from itemset.embedded.rewrite import of_present_form
 
 _SIGN, _TO_THE_LAST_SIGN = re.compile(r"[^\w\s.-]"), re.compile(r"(?s).*[^\w\s.-]")  # what no name has
 _INTO_OTHERS = re.compile(r'"\$(?:ref|dynamicRef|recursiveRef)"\s*:\s*"(?!#/(?:\$defs|definitions)/)')
@@ -45,7 +44,6 @@ def tool_list(kind: str, spec: str, least: int) -> ToolList | None:
     if kind not in (JSON, TAG) or (kind == JSON and _INTO_OTHERS.search(spec)) or _SLOW.search(spec):
         return None
     parsed = json.loads(spec)
-    parsed = of_present_form(parsed) if kind == TAG and isinstance(parsed, dict) and "structures" in parsed else parsed
     word, mark = "tags" if kind == TAG else "anyOf", "TOOL" + hashlib.sha256(spec.encode()).hexdigest()
     for _, node in objects(parsed, "$"):
         listed = node.get(word)

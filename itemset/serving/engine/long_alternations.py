@@ -7,6 +7,7 @@ names are the set. A tool's own schema is compiled when an answer has named it.
 
 import copy
 import hashlib
+import json
 import logging
 import re
 import threading
@@ -22,6 +23,7 @@ import numpy as np
 from itemset.embedded.holes import HOLES, Compiled, Hole, Items, Once, Vocabulary
 from itemset.embedded.placement import JSON, TAG
 from itemset.embedded.printed import Texts, long_alternations, printed
+from itemset.embedded.rewrite import of_present_form
 from itemset.embedded.tool_list import ToolList, tool_list
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet, build
@@ -95,6 +97,8 @@ class LongAlternations:
 
     def _made_of(self, kind: str, spec: str) -> _Made:
         begin = perf_counter()
+        if kind == TAG and '"structures"' in spec:
+            spec = json.dumps(of_present_form(json.loads(spec)))
         if (tools := tool_list(kind, spec, self._least)) is not None:
             if not self._checked:  # xgrammar refuses a request for any of its tools
                 printed(kind, tools.spec(tools.tools), self._options)

@@ -84,7 +84,7 @@ def measured(count: int, kept: int) -> Iterator[Row]:
         best = [set(np.argsort(scores)[-10:].tolist()) for scores in (own, whole)]
         together = np.logaddexp.reduce(own) - np.logaddexp.reduce(whole)
         yield {
-            "prompt": prompt, "titles": count, "elsewhere, median": float(np.median(shares)),
+            "prompt": prompt.strip(), "titles": count, "elsewhere, median": float(np.median(shares)),
             "elsewhere, most": float(shares.max()), "of which title": texts[int(shares.argmax())],
             "elsewhere, of all titles together": float(1 - np.exp(together)),
             "the ten best in common": len(best[0] & best[1]),

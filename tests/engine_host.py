@@ -8,8 +8,10 @@ are loaded after the fork, as in any program that uses vLLM. Servers that are no
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
+import importlib
 import os
 import pickle
 import signal
@@ -113,10 +115,12 @@ def _portable(error: Exception) -> Exception:
 if __name__ == "__main__":
     import spares
     from vllm import LLM
-    from vllm.entrypoints.launchers import app, cli_args  # noqa: F401  of servers
-    from vllm.entrypoints.launchers.api_server import app_state, entry  # noqa: F401
     from vllm.model_executor.models import registry
     from vllm.v1.worker import cpu_worker  # noqa: F401  with the models and their layers
+
+    for of_servers in ("app", "cli_args", "api_server.app_state", "api_server.entry"):
+        with contextlib.suppress(ModuleNotFoundError):  # 0.33 has no `cli_args`
+            importlib.import_module(f"vllm.entrypoints.launchers.{of_servers}")
 
     # vLLM looks at each kind of model in an interpreter of its own, so that CUDA stays untouched: ten seconds each.
     registry._run_in_subprocess = lambda look: look()

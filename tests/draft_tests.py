@@ -15,7 +15,7 @@ from sets import NamedSet
 import itemset
 
 NAMES = ["fixed", "ragged", "prefixes", "large", "one"]
-MOST = {5: 18.5, 6: 20.5}  # of chi-square over so many items, in 99.9 % of cases
+MOST = {5: 18.5, 6: 20.5}  # bounds of chi-square by the number of items, in 99.9 % of cases
 FREE = {"temperature": 0, "max_tokens": 9}
 
 
@@ -31,7 +31,7 @@ def uneven(count: int) -> list[list[int]]:
 
 
 def repeating(named_sets: dict[str, NamedSet], count: int) -> tuple[list[Any], list[dict[str, Any]]]:
-    """Prompts that hold items of a set twice over, and what is asked of each: their n-grams propose some drafts inside
+    """Prompts that hold items of a set twice, and what is asked of each: their n-grams propose some drafts inside
     the set, and some outside."""
     asking, words = list[Any](), list[dict[str, Any]]()
     for name in ("large", "ragged", "prefixes"):

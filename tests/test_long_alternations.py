@@ -69,8 +69,12 @@ def by_xgrammar(at: Any, kind: str, spec: str) -> xgrammar.CompiledGrammar:
     return getattr(at.plain, f"compile_{of_kind[kind]}")(spec)
 
 
-def spells(at: Any, composite: Composite, text: bytes) -> bool:
-    """Whether some tokens of a text are an answer."""
+def spells(at: Any, composite: Composite, text: bytes, failed: set[Any] | None = None) -> bool:
+    """Whether some tokens of a text are an answer. failed: with what is left, the readings from which none are."""
+    failed = set() if failed is None else failed
+    key = len(text), frozenset((id(one.holes), one.hole, one.state) for one in composite._history[-1])
+    if key in failed:
+        return False
     row = np.zeros(at.vocabulary.model_words, np.int32)
     composite.fill_bitmask(row)
     for token in np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")[: at.vocabulary.size]).tolist():
@@ -78,10 +82,12 @@ def spells(at: Any, composite: Composite, text: bytes) -> bool:
         if token == at.stop:
             if not text:
                 return True
-        elif piece and text.startswith(piece) and composite.accept(token):
-            if spells(at, composite, text[len(piece) :]):
+        elif piece and text.startswith(piece):
+            assert composite.accept(token)
+            if spells(at, composite, text[len(piece) :], failed):
                 return True
             composite.rollback(1)
+    failed.add(key)
     return False
 
 

@@ -15,7 +15,7 @@ import xgrammar
 from holes import setting
 from real_tokenizers import NAMES
 from samples import SAMPLES
-from test_long_alternations import by_xgrammar, lists
+from test_long_alternations import by_xgrammar, lists, spells
 from tokenizers import AddedToken
 
 from itemset.embedded.composite_grammar import Composite
@@ -96,27 +96,6 @@ def an_answer(form: str, tools: dict[str, dict[str, Any]], rng: random.Random) -
     return text
 
 
-def spells(at: Any, composite: Composite, text: bytes, failed: set[Any]) -> bool:
-    """Whether some tokens of a text are an answer. failed: with what is left, the readings from which none are."""
-    key = len(text), frozenset((id(one.holes), one.hole, one.state) for one in composite._history[-1])
-    if key in failed:
-        return False
-    row = np.zeros(at.vocabulary.model_words, np.int32)
-    composite.fill_bitmask(row)
-    for token in np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")[: at.vocabulary.size]).tolist():
-        piece = at.vocabulary.bytes[token]
-        if token == at.stop:
-            if not text:
-                return True
-        elif piece and text.startswith(piece):
-            assert composite.accept(token)
-            if spells(at, composite, text[len(piece) :], failed):
-                return True
-            composite.rollback(1)
-    failed.add(key)
-    return False
-
-
 def in_present_form(spec: str) -> str:
     return json.dumps(of_present_form(json.loads(spec))) if '"structures"' in spec else spec
 
@@ -143,7 +122,7 @@ def test_same_answers_as_by_all_tools(form: str, name: str) -> None:
         for _ in range(8):
             text = an_answer(form, tools, rng)
             allowed = takes(at, own, text)
-            assert spells(at, Composite(*compiled), text.encode(), set()) == allowed, (spec, text)
+            assert spells(at, Composite(*compiled), text.encode()) == allowed, (spec, text)
             right, wrong = right + allowed, wrong + (not allowed)
     assert min(right, wrong) > 20
 
@@ -243,7 +222,7 @@ def test_a_named_tool_is_compiled_once() -> None:
     compiled = made.get(JSON, one_of("a", "b", "c", type="integer"))
     assert compiled is not None
     for count, text in ((2, '{"name":"a","p":7}'), (2, '{"name":"a","p":-1}'), (3, '{"name":"b","p":7}')):
-        assert spells(at, Composite(*compiled), text.encode(), set())
+        assert spells(at, Composite(*compiled), text.encode())
         assert len(made._made) == count
 
 
@@ -255,7 +234,7 @@ def test_a_tools_own_list_may_stay_with_xgrammar() -> None:
     compiled = made.get(JSON, one_of("get", "get_all", "c", enum=["<f>x", "y", "z"]))
     assert compiled is not None
     for name in ("get", "get_all"):
-        assert spells(at, Composite(*compiled), f'{{"name":"{name}","p":"y"}}'.encode(), set())
+        assert spells(at, Composite(*compiled), f'{{"name":"{name}","p":"y"}}'.encode())
 
 
 def test_a_longer_name_is_not_compiled_for_its_beginnings() -> None:
@@ -278,4 +257,4 @@ def test_no_request_takes_the_place_of_a_tools_grammar() -> None:
     assert compiled is not None
     assert tools is not None
     assert made.get(JSON, tools.spec(["a"])) is None
-    assert spells(at, Composite(*compiled), b'{"name":"a","p":7}', set())
+    assert spells(at, Composite(*compiled), b'{"name":"a","p":7}')

@@ -275,12 +275,11 @@ def on_device_path(vllm_config: Any) -> bool:
     return PROCESSOR in (vllm_config.model_config.logits_processors or ())
 
 
-def forced_by_core(vllm_config: Any) -> bool:
-    """Return whether the engine core, which then must know drafts before a step, adds those forced on the host path."""
+def core_has_drafts(vllm_config: Any) -> bool:
+    """Return whether the engine core knows a step's n-gram drafts before the step, and may add to them."""
     early = vllm_config.scheduler_config.async_scheduling or vllm_config.parallel_config.pipeline_parallel_size > 1
     method = getattr(vllm_config.speculative_config, "method", None)  # V1 cuts drafts of "ngram_gpu" itself
-    known = method == "ngram" or (method == "ngram_gpu" and vllm_config.use_v2_model_runner)
-    return not early and known and StaticConfig.of(vllm_config.additional_config).forced_drafts
+    return not early and (method == "ngram" or (method == "ngram_gpu" and vllm_config.use_v2_model_runner))
 
 
 ONE_TOKEN: dict[str, Any] = {"max_tokens": 1, "temperature": 0.0, "detokenize": False, "skip_clone": True}

@@ -15,7 +15,7 @@ from itemset.embedded.placement import JSON, TAG, objects
 
 _SIGN, _TO_THE_LAST_SIGN = re.compile(r"[^\w\s.-]"), re.compile(r"(?s).*[^\w\s.-]")  # what no name has
 _INTO_OTHERS = re.compile(r'"\$(?:ref|dynamicRef|recursiveRef)"\s*:\s*"(?!#/(?:\$defs|definitions)/)')
-# What xgrammar writes out so many times that a step would wait for it.
+# Counts that xgrammar unrolls: compiling a schema with one takes longer than a step may wait.
 _SLOW = re.compile(r'"(?:min|max)(?:Length|Items|Properties)"\s*:\s*\d{4}|\{\d*,?\d{3,}\}')
 _SCHEMA, _TAG = {"type", "properties", "required"}, {"type", "begin", "content", "end"}  # their keys, and no others
 _Cut = tuple[list[str], dict[str, Any], str]  # of each alternative the name, one with marks, and what follows a name

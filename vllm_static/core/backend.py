@@ -77,7 +77,7 @@ class StaticBackend(backend_types.StructuredOutputBackend):
         config = StaticConfig.of(vllm_config.additional_config)
         self._catalogue = Catalogue(config)
         self._by_path = {"device": 0, "host": 0}
-        self.forces_drafts = compat.forced_by_core(vllm_config)
+        self.forces_drafts = config.forced_drafts and compat.core_has_drafts(vllm_config)
         self._device = DevicePath(self._catalogue) if compat.on_device_path(vllm_config) else None
         self.preparer = Preparer(self._catalogue, logger, self._device)
         self.thinking: dict[str, Any] = {}  # by request: a `thoughts.Thinking`

@@ -68,7 +68,8 @@ class FrontEnd(FrontEndBase):
         reason = None if on_device else str(config.why_on_host(compat.why_host_path(vllm_config)))
         here = compat.answers_here_at_once(vllm_config)
         self._begin("Structured output backend", reason, here=here, model=str(model.served_model_name))
-        if self.host_path and speculative is not None and not compat.forced_by_core(vllm_config):
+        forced = config.forced_drafts and compat.core_has_drafts(vllm_config)
+        if self.host_path and speculative is not None and not forced:
             logger.warning(
                 "On the host path no draft of %s is forced or masked: those of requests with an item set are cut where "
                 "they leave it, and most of them do.",

@@ -55,7 +55,7 @@ class BeamMetadata:
     segments: int = 0  # parts in which a kernel goes through a prompt, 0 for as many as suit the pass
     scratch: dict[tuple[int, ...], tuple[Tensor, ...]] = field(default_factory=dict)  # of kernels, for all layers
     parts: dict[int, "BeamMetadata"] = field(default_factory=dict)  # that `of_last` has made, for layers alike
-    seen: int = 0  # of each prompt its last tokens, so many at most; 0 for all. Then, on an accelerator:
+    seen: int = 0  # at most this many of each prompt's last tokens are read; 0 for all. Then, on an accelerator:
     copied: tuple[Tensor, ...] = ()  # blocks and offsets to copy, [blocks, tokens] int64, and tables of the copies
 
     @property

@@ -84,7 +84,7 @@ def _take_drafts(original: Callable[..., Any], self: Any, scheduler_output: Any,
     """On the host path, what the engine core has made of the drafts takes the place of those on the device."""
     drafts = {} if dummy_run else scheduler_output.scheduled_spec_decode_tokens
     known = {request: tokens for request, tokens in drafts.items() if tokens and tokens[0] >= 0}
-    if known and compat.forced_by_core(self.vllm_config):
+    if known and compat.core_has_drafts(self.vllm_config):
         states = self.req_states
         slots = torch.tensor([states.req_id_to_index[request] for request in known])
         table = as_table(list(known.values()), states.draft_tokens.shape[1])

@@ -37,6 +37,17 @@ def again(work: Callable[[], Any], until: float, pause: float = 0.1) -> list[flo
     return times
 
 
+def at_rate(work: Callable[[], Any], until: float, rate: float) -> list[float]:
+    """Milliseconds of each of `rate` calls a second, from when it was due."""
+    times, due = [], time.time()
+    while due < until:
+        time.sleep(max(0.0, due - time.time()))
+        work()
+        times.append(1e3 * (time.time() - due))
+        due += 1 / rate
+    return times
+
+
 def completion(running: Any, body: Row) -> None:
     status, answer = running.post("/v1/completions", body, timeout=300)
     assert status == 200, answer
@@ -75,12 +86,12 @@ def stalls(engine: str, seconds: float, items: int, lists: int) -> list[Row]:
     return rows
 
 
-def bounded(engine: str, seconds: float, items: int, width: int, bound: int) -> list[Row]:
+def bounded(engine: str, seconds: float, items: int, width: int, bound: int, rate: float) -> list[Row]:
     """ms of small requests, idle and beside lists of some beams, whose rows in a step are bounded."""
     small: Row = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 1, "temperature": 0}
     large: Row = {"model": "tiny", "prompt": list(range(100, 140)), "item_set": "ids", "use_beam_search": True}
     large |= {"n": 10, "width": width, "max_tokens": 5}
-    options: Row = {"max_list_rows_per_step": bound, "ranked_list_limit": WIDE}
+    options: Row = {"ranked_list_limit": WIDE} | ({"max_list_rows_per_step": bound} if bound else {})
     flags: Row = {"max_running_requests": 2 * WIDE + 100, "max_total_tokens": 100_000, "chunked_prefill_size": STEP}
     if engine != "sglang":
         options["ranked_list_beams"] = WIDE
@@ -93,7 +104,7 @@ def bounded(engine: str, seconds: float, items: int, width: int, bound: int) -> 
             for clients in (0, 1):
                 until = time.time() + seconds
                 made = pool.submit(again, lambda: completion(running, large), until if clients else 0.0, 0)
-                taken = again(lambda: completion(running, small), until, 0)
+                taken = at_rate(lambda: completion(running, small), until, rate)
                 row: Row = {"width": width, "rows a step": bound, "clients of lists": clients, "requests": len(taken)}
                 row |= {"small, ms": median(taken), "99 %": float(np.percentile(taken, 99)), "worst": max(taken)}
                 row["list, ms"] = median(made.result()) if clients else alone
@@ -108,12 +119,13 @@ def main() -> None:
     options.add_argument("--items", type=whole, default=10**6)
     options.add_argument("--lists", type=int, default=20, help="clients")
     options.add_argument("--rows", type=whole, nargs="+", help="bounds of lists' rows in a step")
+    options.add_argument("--rate", type=float, default=20.0, help="with --rows: small requests a second")
     options.add_argument("--widths", type=whole, nargs="+", default=[WIDE], help="with --rows: beams of a list")
     arguments = options.parse_args()
     if arguments.rows:
         common = (arguments.engine, arguments.seconds, arguments.items)
         cells = product(arguments.widths, arguments.rows)
-        found = [row for width, bound in cells for row in bounded(*common, width, bound)]
+        found = [row for width, bound in cells for row in bounded(*common, width, bound, arguments.rate)]
         Report(arguments).add(f"{arguments.engine} rows", found)
         return
     given = (arguments.engine, arguments.seconds, arguments.items, arguments.lists)

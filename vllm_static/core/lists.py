@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 from itemset.serving.config import StaticConfig
 from itemset.serving.wire import read
 from vllm_static import compat
 from vllm_static.compat import hook, logger
 from vllm_static.worker.beam_kv import Room, entries_of_block
-from vllm_static.worker.list_hooks import install, longest_item, try_out
+from vllm_static.worker.list_hooks import go_on, install, longest_item, try_out
 
 SHARE = 8  # of the KV cache, the part that lists take at most
 SHARE_UNASKED = 16  # the same, if nobody says for how many beams
@@ -90,8 +91,40 @@ def _update_from_output(original: Callable[..., Any], self: Any, model_runner_ou
         request = self.requests.get(name)
         if not table.numel():
             del tables[name]
+            _unfinished.add(self)
             if request is not None and not (request.num_stale_output_tokens and request.drop_stale_output):
                 request.max_tokens += 1 + self.num_spec_tokens
         elif self.num_spec_tokens and request is not None and read(request.sampling_params.extra_args) is not None:
             request.max_tokens = request.num_output_tokens + 1
     return original()
+
+
+@hook("vllm.v1.engine.core:EngineCore.post_step")
+def _post_step(original: Callable[..., Any], self: Any, model_executed: bool) -> None:
+    """Lists go on when the tokens of a step are on their way: the requests that have these do not wait for it. While
+    there are no others, lists go on without steps."""
+    original(model_executed=model_executed)
+    if self.scheduler not in _unfinished:
+        return
+    _unfinished.discard(self.scheduler)
+    if (before := _parts.pop(self, None)) is not None:
+        before.result()  # it is there, and raises if it has failed
+    if not self.scheduler.running:
+        return
+    while _only_lists(self):
+        if not any(self.model_executor.collective_rpc(go_on, args=(True,))):
+            return
+    _parts[self] = self.model_executor.collective_rpc(go_on, args=(False,), non_block=True)
+
+
+def _only_lists(core: Any) -> bool:
+    """Return whether an engine has nothing else to do than lists, whose requests run."""
+    scheduler, arriving = core.scheduler, getattr(core, "input_queue", None)
+    if scheduler.waiting or (arriving is not None and not arriving.empty()):
+        return False
+    carried = (read(one.sampling_params and one.sampling_params.extra_args) for one in scheduler.running)
+    return all(one is not None and one.ranked is not None for one in carried)
+
+
+_unfinished = WeakSet[Any]()  # schedulers with lists that another step has to go on with
+_parts = WeakKeyDictionary[Any, Any]()  # of each engine core, the last part of its lists

@@ -7,7 +7,7 @@ is read back.
 
 import contextlib
 import dataclasses
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from itemset.serving.wire import MOST_LOGITS
 from vllm_static.compat import logger
 from vllm_static.worker import beam_attention
 from vllm_static.worker.beam_kv import BeamKV, BeamMetadata, Prompt
+from vllm_static.worker.pace import Piece, Pieces
 
 
 def try_out(runner: Any, first_block: int) -> str | None:
@@ -42,13 +43,14 @@ def try_out(runner: Any, first_block: int) -> str | None:
     return None
 
 
-def result_of(passes: Generator[int, None, Tensor]) -> Tensor:
-    """Run passes at once, whatever rows they have, and return what comes of them."""
-    while True:
-        try:
-            next(passes)
-        except StopIteration as end:
-            return end.value
+def result_of(pieces: Pieces) -> Tensor:
+    """Run pieces at once, each whole, and return what comes of them."""
+    try:
+        piece = next(pieces)
+        while True:
+            piece = pieces.send(piece.rows)
+    except StopIteration as end:
+        return end.value
 
 
 SEARCH = 1 << 29  # bytes: of a search besides, most of them the keys of children and what sorts them
@@ -86,26 +88,26 @@ def run_logits(runner: Any, tokens: int) -> Tensor:
     return runner.model.compute_logits(hidden)
 
 
-def states_after(runner: Any, kv: BeamKV, tokens: Tensor) -> Generator[int, None, Tensor]:
-    """Run the model over the next tokens of all rows, and return hidden states, [rows, more, hidden size]. Yield before
-    each pass how many rows it has, as many as the runner's buffers hold: the rest may wait for a later step.
+def states_after(runner: Any, kv: BeamKV, tokens: Tensor) -> Pieces:
+    """Run the model over the next tokens of all rows, and return hidden states, [rows, more, hidden size]. No pass has
+    more rows than the runner's buffers hold. The caller says how many, and may let the rest wait for a later step.
 
     kv: forked as the rows are. tokens: [rows, more] integers, prompt by prompt.
     """
     (rows, more), requests = tokens.shape, [one.request for one in kv.prompts]
     most = runner.input_buffers.max_num_tokens // more
     adapters = np.repeat([one.slot for one in kv.prompts], rows // len(kv.prompts))
-    outputs = []
-    for start in range(0, rows, most):
-        part = slice(start, min(start + most, rows))
-        yield part.stop - part.start
+    outputs, start = list[Tensor](), 0
+    while start < rows:
+        part = slice(start, start + (yield Piece("pass", min(most, rows - start), more)))
+        start = part.stop
         use_adapters(runner, requests, adapters[part].repeat(more))
         runner.kv_connector.set_disabled(True)  # it would take the layers of a pass for those of the step that it saves
         try:
             output = _run(runner, tokens[part], kv.metadata(part, more), requests, kv.recorded)
         finally:
             runner.kv_connector.set_disabled(False)
-        outputs.append(output if rows <= most else output.clone())  # the next pass overwrites it
+        outputs.append(output if kv.recorded else output.clone())  # the next pass, or step, overwrites it
     kv.grow()
     output = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
     return output.view(rows, more, -1)

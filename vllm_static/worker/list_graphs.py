@@ -7,7 +7,7 @@ buffers. The first replay after another prompt is held against the passes that i
 
 import math
 import operator
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor
 from vllm_static.compat import logger
 from vllm_static.worker.beam_forward import result_of
 from vllm_static.worker.beam_kv import BeamKV, Prompt
+from vllm_static.worker.pace import Pieces
 from vllm_static.worker.passes import Asked
 
 MOST = 16  # kinds of lists that are known at a time: what was used longest ago makes room
@@ -92,7 +93,7 @@ class ListGraphs:
         self._keep(kind, None)
         return False
 
-    def make(self, one: Asked, make: Callable[..., Generator[int, None, Tensor]], of: tuple[Any, ...]) -> Tensor:
+    def make(self, one: Asked, make: Callable[..., Pieces], of: tuple[Any, ...]) -> Tensor:
         """Return a list's table. make: as of `WideLists`. of: the plan of its set's levels, the alphabet of its scores'
         head, and the bound of its boosts, of which a graph keeps those that it was recorded with."""
         kind = (one.kind, self._blocks(one))
@@ -139,7 +140,7 @@ class ListGraphs:
             self._give_up(error)
         return table
 
-    def _by_passes(self, one: Asked, make: Callable[..., Generator[int, None, Tensor]]) -> Tensor:
+    def _by_passes(self, one: Asked, make: Callable[..., Pieces]) -> Tensor:
         """Make a list as ever; if the graphs' memory leaves too little for it, without them from now on."""
         try:
             return result_of(make([one]))

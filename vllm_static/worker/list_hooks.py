@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from vllm_static import compat
@@ -38,8 +39,21 @@ def install(worker: Any, room: Room) -> None:
     compat.item_sets(runner).lists = lists
 
 
+def go_on(worker: Any, wait: bool) -> bool:
+    """Let a worker's lists go on between two steps, if their pace is one of time, and return whether there is more to
+    do. wait: for the device, too. Called by the engine core, as is the next."""
+    runner = compat.runner_of(worker)
+    lists = getattr(runner.prompt_logprobs_worker, _LISTS)
+    if runner.execute_model_state is not None or not lists.pace.timed:
+        return False  # in a step passes would overwrite its buffers
+    lists.go_on()
+    if wait and runner.device.type != "cpu":
+        torch.get_device_module(runner.device).synchronize(runner.device)
+    return bool(lists.unfinished)
+
+
 def longest_item(worker: Any) -> int:
-    """Return how many tokens the longest item of the registered sets has, 0 without any. Called by the engine core."""
+    """Return how many tokens the longest item of the registered sets has, 0 without any."""
     registered = compat.item_sets(compat.runner_of(worker)).catalogue.registered.values()
     return max((one.longest for one in registered), default=0)
 

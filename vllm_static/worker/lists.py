@@ -12,33 +12,37 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from vllm.distributed import get_tp_group
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
-from itemset.ranking.beams import Beams, table_of, warm_up
+from itemset.ranking.beams import Beams, warm_up
 from itemset.ranking.lockstep import Lockstep, rows_of_passes
 from itemset.ranking.search import width_at
 from itemset.serving.config import StaticConfig
-from itemset.serving.wire import HEAD, MOST_LOGITS, REASONS, EngineRequest, ListSpec, NoList
+from itemset.serving.wire import MOST_LOGITS, REASONS, EngineRequest, ListSpec, NoList
 from vllm_static import compat
 from vllm_static.worker.beam_attention import layers_of, window_of
 from vllm_static.worker.beam_forward import kept_for_drafts, most_at_once, run_logits, states_after, use_adapters
 from vllm_static.worker.beam_kv import BeamKV, Prompt, Room, entries_of_block
 from vllm_static.worker.list_graphs import ListGraphs
 from vllm_static.worker.masks import ItemSetProcessor
-from vllm_static.worker.passes import Asked, Passes
+from vllm_static.worker.pace import Pace, Piece, Pieces
+from vllm_static.worker.passes import Asked, Passes, columns_of, joined, states_at_ends, table_with_head
 
 MOST_ROUNDS = 16  # of a list that is made here
 MOST_STEPS = 4  # full steps that a list may take, or twice as many tokens as `ranked_list_beams` has room for
+MOST_COPIED = 1 << 28  # bytes that a layer's window copies of prompts before a pass of several lists
 PARTS = 4  # of the memory of logits: if those of all rows do not fit, a part has those of some rows
 
 
 @dataclass
 class Making:
-    """Lists, or races, that are made together. passes: makes them, and yields the rows of each pass before it."""
+    """Lists, or races, that are made together."""
 
     group: list[Asked]
-    passes: Iterator[int]
-    rows: int = 0  # of the pass before which it waits
+    tokens: list[int]  # of each pass, all lists together
+    pieces: Generator[Piece, int, None]
+    next: Piece | None = None  # before which it waits; None at first
 
 
 class WideLists:
@@ -55,12 +59,17 @@ class WideLists:
         self._first_block = runner.kv_cache_config.num_blocks - room.blocks
         specs = [group.kv_cache_spec for group in runner.kv_cache_config.kv_cache_groups]
         self._entries = room.blocks and room.blocks // len(specs) * entries_of_block(specs[0], runner.dtype)
-        layers = layers_of(runner).values() if room.blocks else ()
+        layers = [*layers_of(runner).values()] if room.blocks else []
         self._window = min(filter(None, (window_of(layer.impl) for layer in layers)), default=1 << 31)
+        each = [2 * layer.impl.num_kv_heads * layer.impl.head_size * layer.kv_cache.element_size() for layer in layers]
+        windows = [window_of(layer.impl) * size for layer, size in zip(layers, each, strict=True)]
+        self._copied = max(windows, default=0)  # bytes of a prompt, before a pass
         self._freed = any(isinstance(spec, SlidingWindowSpec) for spec in specs)
         self._sets: ItemSetProcessor = compat.item_sets(runner)
         config = StaticConfig.of(runner.vllm_config.additional_config)
-        self._rows_a_step = config.max_list_rows_per_step or runner.max_num_tokens
+        given, ranks = config.max_list_rows_per_step, get_tp_group()
+        group = ranks.cpu_group if ranks.world_size > 1 else None
+        self.pace = Pace(runner.device, given or runner.max_num_tokens, timed=given is None, group=group)
         recorded = runner.device.type == "cuda" and compat.is_on(config.item_set_list_graphs, runner.device)
         recorded &= config.item_set_list_graphs == "on" or not runner.vllm_config.model_config.enforce_eager
         self.graphs = ListGraphs(runner, self._first_block) if recorded else None
@@ -103,11 +112,14 @@ class WideLists:
             states = self._no_states() if carried.ranked.placeholders else None
             self.asked[slot] = Asked(carried.place.number, prompt, carried.ranked, [], states)
 
+    def start_step(self) -> None:
+        if self.asked or self.begun:
+            self.pace.start_step()
+
     def answer(self, hidden_states: Tensor, batch: Any) -> dict[str, Tensor]:
         """Go on with the lists, and begin those whose prompts this step completes. Return each request's table, as
         `ListResult.of_table` reads it; an empty one if the list needs another step."""
-        index = self._runner.req_states.req_id_to_index
-        self.begun = {slot: one for slot, one in self.begun.items() if index.get(one.prompt.request) == slot}
+        self._forget_ended()
         computed, tables = batch.num_computed_prefill_tokens_np, dict[str, Tensor]()
         lists, rows = list[Asked](), list[int]()
         for i, slot in enumerate(batch.idx_mapping_np.tolist()):
@@ -136,38 +148,65 @@ class WideLists:
             lists = [one._replace(states=ends[n : n + 1]) if one.states is None else one for n, one in enumerate(lists)]
         self.begun |= {one.prompt.slot: one for one in lists}
         groups = self._grouped([each for one in lists for each in one.apart])
-        self._making += [Making(group, self._passes_of(group)) for group in groups]
-        with kept_for_drafts(self._runner):
-            self._go_on(batch)
+        self._making += [Making(group, self._tokens(group), self._pieces_of(group)) for group in groups]
+        others = bool(set(batch.idx_mapping_np.tolist()) - self.begun.keys() - self.asked.keys())
+        whole = self._freed or self._is_last_step(batch)
+        self.pace.step(others=others)
+        if self._making and (not others or not self.pace.timed or whole):
+            with kept_for_drafts(self._runner):
+                self.go_on(whole=whole)
         for slot in self.begun.keys() & batch.idx_mapping_np.tolist():
             one = self.begun[slot]
             if done := len(one.tables) == len(one.apart):
                 del self.begun[slot]
-            tables[one.prompt.request] = _joined(one.tables) if done else hidden_states.new_empty(0)
+            tables[one.prompt.request] = joined(one.tables) if done else hidden_states.new_empty(0)
         return tables
 
-    def _go_on(self, batch: Any) -> None:
-        """Run the next passes of the lists that have begun: one, and more as far as a step may have their rows; all if
-        a request's next token would be its last in the context, or frees blocks that a window has passed."""
-        alive, slots, runner = {id(one.tables) for one in self.begun.values()}, batch.idx_mapping_np, self._runner
+    def _forget_ended(self) -> None:
+        index = self._runner.req_states.req_id_to_index
+        self.begun = {slot: one for slot, one in self.begun.items() if index.get(one.prompt.request) == slot}
+        alive = {id(one.tables) for one in self.begun.values()}
         self._making = [one for one in self._making if alive.intersection(id(each.tables) for each in one.group)]
-        self._sets.arena.use([one.group[0].number for one in self._making])
+
+    def _is_last_step(self, batch: Any) -> bool:
+        """Return whether the next token of a list's request would be its last in the context."""
+        runner, slots = self._runner, batch.idx_mapping_np
         ends = runner.req_states.num_computed_tokens_np[slots] + batch.num_scheduled_tokens
         longest = runner.max_model_len - runner.num_speculative_steps
-        full = any(end + 1 >= longest for slot, end in zip(slots, ends, strict=True) if slot in self.begun)
-        run = 0
-        while self._making and (self._freed or full or not run or run + self._making[0].rows <= self._rows_a_step):
+        return any(end + 1 >= longest for slot, end in zip(slots, ends, strict=True) if slot in self.begun)
+
+    @property
+    def unfinished(self) -> bool:
+        return bool(self._making)
+
+    @torch.inference_mode()
+    def go_on(self, *, whole: bool = False) -> None:
+        """Run the next pieces of the lists that have begun, as far as their pace lets a step have them; or the whole.
+        The engine core calls it, too, when a step's tokens are on their way (`core.lists`)."""
+        self._forget_ended()
+        self._sets.arena.use([one.group[0].number for one in self._making])
+        self.pace.begin()
+        while self._making:
             first = self._making[0]
-            run += first.rows
-            first.rows = next(first.passes, 0)
-            if not first.rows:
+            first.next = first.next or next(first.pieces)
+            if not (rows := first.next.rows if whole else self.pace.grant(first.next, first.tokens)):
+                break
+            try:
+                with self.pace.measured(first.next, rows):
+                    first.next = first.pieces.send(rows)
+            except StopIteration:
                 del self._making[0]
 
-    def _passes_of(self, group: list[Asked]) -> Iterator[int]:
+    def _tokens(self, group: list[Asked]) -> list[int]:
+        drafted = bool(group[0].spec.placeholders)
+        return [] if drafted else [len(group) * rows * more for rows, more in self._passes(group[0]).shapes]
+
+    def _pieces_of(self, group: list[Asked]) -> Generator[Piece, int, None]:
         if group[0].spec.placeholders:
+            yield Piece("draft", len(group))
             made = self._draft(group)
         elif self.graphs is not None and self._is_recorded(group):
-            yield self._passes(group[0]).rows
+            yield Piece("graph", self._passes(group[0]).rows)
             (one,) = group
             alphabet = self._sets.narrow.of_list(self._key(one)) if one.spec.renormalised else None
             arena = self._sets.arena
@@ -183,7 +222,7 @@ class WideLists:
         assert self.graphs is not None
         passes = self._passes(group[0])
         at_once = not self.narrow and passes.tokens <= min(self._most_logits, self._runner.max_num_tokens)
-        return at_once and self.graphs.takes(group, passes.rows, self._rows_a_step)
+        return at_once and self.graphs.takes(group, passes.rows, self.pace.rows)
 
     def _grouped(self, lists: Sequence[Asked]) -> Iterator[list[Asked]]:
         """Lists to be made together: alike, and no more than fit."""
@@ -221,6 +260,8 @@ class WideLists:
             each = 4 * self._sets.head.row_size * lists[0].spec.beams
             return len(lists) == 1 or len(lists) * each <= MOST_LOGITS
         entries = len(lists) * self._passes(lists[0]).rows
+        if len(lists) > 1 and len(lists) * self._copied > MOST_COPIED:
+            return False
         return entries <= self._entries and self._logits_fit(lists[0], len(lists))
 
     def _logits_fit(self, one: Asked, lists: int) -> bool:
@@ -259,13 +300,13 @@ class WideLists:
         one, sets, spec = group[0], self._sets, group[0].spec
         options = {"width": spec.width, "k": spec.k, "renormalised": spec.renormalised, "boost": spec.boost}
         plan, numbers = sets.arena.level_plan(one.number), [one.number] * len(group)
-        table = _table(sets.head.beams(sets.arena, numbers, plan, _states(group), **options))
+        table = table_with_head(sets.head.beams(sets.arena, numbers, plan, states_at_ends(group), **options))
         table[:, 0, 1:3] = 1  # one pass, in one round
         return table
 
-    def _make(self, group: list[Asked], kv: BeamKV | None = None) -> Generator[int, None, Tensor]:
-        """Yield the tables of some lists of one kind, or of some races: [lists, 1 + k, 2 + longest or more]. Before
-        each pass it says how many rows that has. kv: of its beams, if a graph holds them."""
+    def _make(self, group: list[Asked], kv: BeamKV | None = None) -> Pieces:
+        """Return the tables of some lists of one kind, or of some races: [lists, 1 + k, 2 + longest or more]. kv: of
+        their beams, if a graph holds them."""
         one, runner, arena = group[0], self._runner, self._sets.arena
         plan, passes, spec = arena.level_plan(one.number), self._passes(one), one.spec
         options: dict[str, Any] = {"width": spec.width, "k": spec.k, "end_token": spec.scored_end}
@@ -276,7 +317,7 @@ class WideLists:
         beams = (Lockstep if passes.stepwise else Beams)(arena, [one.number] * len(group), plan, **options)
         prompts = [other.prompt for other in group]
         kv = kv or BeamKV(runner, prompts, self._first_block)
-        self._round(beams, group, _states(group))
+        yield from self._round(beams, group, states_at_ends(group))
         while True:
             if self.narrow:
                 beams.narrow()
@@ -285,70 +326,46 @@ class WideLists:
             count = beams.row_count
             kv.fork(beams.parents.view(len(group), -1)[:, :count], beams.taken - 1)
             tokens = beams.next_inputs.view(len(group), -1, beams.queries)[:, :count].flatten(0, 1)
-            self._round(beams, group, (yield from states_after(runner, kv, tokens)))
-        table = _table(beams)
+            yield from self._round(beams, group, (yield from states_after(runner, kv, tokens)))
+        table = table_with_head(beams)
         table[:, 0, 3] = self._room.beams
         return table
 
-    def _round(self, beams: Beams, group: list[Asked], states: Tensor) -> None:
+    def _round(self, beams: Beams, group: list[Asked], states: Tensor) -> Generator[Piece, int, None]:
         """Let beams take a pass. states: hidden ones, [lists * rows, queries, hidden size]. If logits of all rows are
-        too many, rows take turns, and only the logits of the set's own tokens stay."""
+        too many, or take too long, rows take turns, and only the logits of the set's own tokens stay."""
         one, runner = group[0], self._runner
-        if one.spec.renormalised and (alphabet := self._sets.narrow.of_list(self._key(one))) is not None:
-            self._sets.narrow.round(beams, states, alphabet)
-            return
-        requests, slots = [each.prompt.request for each in group], [each.prompt.slot for each in group]
         by_list = states.unflatten(0, (len(group), -1))
         lists, rows, queries, _ = by_list.shape
+        each = lists * queries
+        if one.spec.renormalised and (alphabet := self._sets.narrow.of_list(self._key(one))) is not None:
+            yield Piece("choice", rows, each)
+            self._sets.narrow.round(beams, states, alphabet)
+            return
+        requests, slots = [other.prompt.request for other in group], [other.prompt.slot for other in group]
 
-        def logits_of(some: Tensor) -> Tensor:
-            use_adapters(runner, requests, np.repeat(slots, some.shape[1] * queries))
-            logits: Tensor = runner.model.compute_logits(some.flatten(0, 2))
+        def logits_of(first: int, count: int) -> Tensor:
+            use_adapters(runner, requests, np.repeat(slots, count * queries))
+            logits: Tensor = runner.model.compute_logits(by_list[:, first : first + count].flatten(0, 2))
             return logits.unflatten(0, (-1, queries))
 
-        if lists * rows * queries <= self._most_logits:
-            beams.round(logits_of(by_list))
+        most = rows if rows * each <= self._most_logits else self._most_logits // (PARTS * each)
+        count = yield Piece("logits", min(rows, most), each)
+        if count == rows:
+            beams.round(logits_of(0, rows))
             return
-        tokens, columns = _columns(self._key(one), beams.span, runner.vocab_size, states.device)
-        own, sums, count = list[Tensor](), list[Tensor](), self._most_logits // (PARTS * lists * queries)
-        for first in range(0, rows, count):
-            logits = logits_of(by_list[:, first : first + count])
+        tokens, columns = columns_of(self._key(one), beams.span, runner.vocab_size, states.device)
+        own: Tensor | None = None
+        sums, first = list[Tensor](), 0
+        while first < rows:
+            logits = logits_of(first, count)
             sums.append(beams.log_sums(logits, first))
-            own.append(logits.index_select(2, tokens).unflatten(0, (lists, -1)))
+            own = logits.new_empty(lists, rows, queries, len(tokens)) if own is None else own
+            own[:, first : first + count] = logits.index_select(2, tokens).unflatten(0, (lists, -1))
             del logits  # before there are the next ones
+            first += count
+            last = first == rows
+            count = yield Piece("choice" if last else "logits", rows if last else min(rows - first, most), each)
+        assert own is not None
         every = None if one.spec.renormalised else torch.cat(sums, 1)
-        beams.round(torch.cat(own, 1).flatten(0, 1), columns=columns, sums=every)
-
-
-def _columns(key: bytes, span: tuple[int, int] | None, vocabulary: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the tokens of an alphabet that a round reads, and each token's column, 0 of others: `Pass.columns`."""
-    tokens = np.frombuffer(key, np.int64)
-    low, high = np.searchsorted(tokens, (span[0], min(span[1] + 1, vocabulary)) if span else (0, vocabulary))
-    read = compat.to_device(tokens[low:high] if low < high else tokens[:1], device)
-    columns = torch.zeros(vocabulary, dtype=torch.int32, device=device)
-    columns[read] = torch.arange(len(read), dtype=torch.int32, device=device)
-    return read, columns
-
-
-def _states(group: list[Asked]) -> Tensor:
-    """Return the hidden states at the ends of the prompts: [lists, 1 or L + 1, hidden size]."""
-    return torch.stack([one.states for one in group])
-
-
-def _table(beams: Beams) -> Tensor:
-    """Return what beams have found, as `ListResult.of_table` reads it."""
-    result = table_of(beams.decided)
-    result = torch.nn.functional.pad(result, (0, max(0, HEAD - result.shape[2])), value=-1)
-    head = torch.zeros_like(result[:, :1])
-    head[:, 0, 0], head[:, 0, 1:3] = beams.proven, beams.took
-    return torch.cat((head, result), 1)
-
-
-def _joined(tables: list[Tensor]) -> Tensor:
-    """Return one table of those of a request's races, or of its list. All begin with the pass of the prompt."""
-    if len(tables) == 1:
-        return tables[0]
-    heads = torch.stack([table[0] for table in tables])
-    head = heads.amax(0)
-    head[0], head[1] = heads[:, 0].amin(), heads[:, 1].sum() - (len(tables) - 1)
-    return torch.cat((head[None], *(table[1:] for table in tables)))
+        beams.round(own.flatten(0, 1), columns=columns, sums=every)

@@ -122,6 +122,9 @@ class ItemSetProcessor(LogitsProcessor):
         return False
 
     def apply_staged_writes(self) -> None:
+        """Bring what requests have staged to the device. vLLM calls it as a step begins."""
+        if self.lists is not None:
+            self.lists.start_step()
         if not self._staged:
             return
         table = as_table([[slot, *row] for slot, row in self._staged.items()], 4 + MAX_STOP_TOKENS)

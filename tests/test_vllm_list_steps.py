@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import test_vllm_thoughts as thoughts
+import torch
 from engines import force_asynchronous_scheduling
 from live import Films
 from msgspec.structs import replace
@@ -30,6 +32,8 @@ from test_vllm_wide_lists import (
 from itemset.ranking.search import ordered
 from itemset.serving.wire import WIRE, ListResult, NoList
 from vllm_static.front.list_requests import RankingParams
+from vllm_static.worker.pace import KINDS as PIECES
+from vllm_static.worker.pace import Pace
 
 ROWS = 8  # of a step, if it has more than one pass
 PREPARED = [None, force_asynchronous_scheduling]
@@ -47,7 +51,21 @@ def lists_of(llm: Any) -> Any:
 
 def in_one_step(llm: Any) -> Any:
     """In the engine's process, while this is entered: no step has had its rows before a list is complete."""
-    return mock.patch.object(lists_of(llm), "_rows_a_step", 10_000)
+    return mock.patch.multiple(lists_of(llm).pace, rows=10_000, timed=False)
+
+
+def by_time(llm: Any, rest: float = 4.0) -> Any:
+    """In the engine's process, while this is entered: others were just there, and these are the measurements: of a row
+    1 ms, of the rest of a step `rest` ms."""
+    pace = Pace(torch.device("cpu"), 10_000, timed=True)
+    for kind in range(len(PIECES)):
+        pace.note(kind, 1, 1.0)
+    pace.note(len(PIECES), 1, rest)
+    pace.step(others=True)
+    stack = contextlib.ExitStack()
+    stack.enter_context(mock.patch.object(pace, "note"))  # nothing else is measured
+    stack.enter_context(mock.patch.object(lists_of(llm), "pace", pace))
+    return stack
 
 
 def left(llm: Any) -> tuple[int, ...]:
@@ -116,6 +134,73 @@ def test_lists_of_several_steps_are_those_of_one(engine, names, fixed):
         assert_same_up_to_rounding(table, other)
         assert ListResult.of_table(table).reason is None
     assert not any(remaining)
+
+
+@pytest.mark.parametrize("fixed", [False, True], ids=["narrow", "fixed"])
+@pytest.mark.parametrize("names", KINDS)
+def test_lists_whose_passes_are_cut_are_those_of_one_step(engine, names, fixed):
+    """Rows of passes and of logits, in parts that others leave time for."""
+
+    def each(llm: Any) -> Any:
+        patched = fixed_shapes(llm) if fixed else mock.patch.object(lists_of(llm), "narrow", True)
+        with patched:
+            with by_time(llm, 1.0):
+                cut = made(llm, names, [31, 40])
+            with in_one_step(llm):
+                return cut, made(llm, names, [31, 40]), left(llm)
+
+    (tables, rows), (others, at_once), remaining = engine.call(each)
+    cut, whole = [*chain(*rows)], [*chain(*at_once)]
+    assert len(cut) > len(whole)
+    assert sum(cut) == sum(whole)
+    for table, other in zip(tables, others, strict=True):
+        assert_same_up_to_rounding(table, other)
+        assert ListResult.of_table(table).reason is None
+    assert not any(remaining)
+
+
+def between_steps(llm: Any, others: bool) -> tuple[list[int], int]:
+    """In the engine's process, of a list that goes on by time: how many passes each step had run when its tokens came
+    from the worker, and how many it took altogether."""
+    from vllm_static.worker import beam_forward
+
+    lists, engine = lists_of(llm), llm.llm_engine
+    in_steps, passes, own_step, own_run = list[int](), 0, lists.answer, beam_forward._run
+
+    def step(*arguments: Any) -> Any:
+        before = passes
+        tables = own_step(*arguments)
+        in_steps.append(passes - before)
+        return tables
+
+    def run(*arguments: Any) -> Any:
+        nonlocal passes
+        passes += 1
+        return own_run(*arguments)
+
+    if others:
+        engine.add_request("other", {"prompt_token_ids": prompt_of(9)}, PLAIN)
+        engine.step()
+    engine.add_request("list", {"prompt_token_ids": prompt_of(40)}, asked("large", 24, 5, False))
+    with by_time(llm), mock.patch.object(lists, "answer", step), mock.patch.object(beam_forward, "_run", run):
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if output.request_id == "list" and output.finished:
+                    assert ListResult.of_table(output.prompt_token_id_logprobs).items
+    return in_steps, passes
+
+
+def test_others_tokens_do_not_wait_for_passes(engine):
+    """These run when the tokens of their step are on their way."""
+    in_steps, passes = engine.call(between_steps, True)
+    assert passes > 4
+    assert not any(in_steps)
+
+
+def test_a_list_goes_on_without_steps_while_there_is_nothing_else(engine):
+    in_steps, passes = engine.call(between_steps, False)
+    assert passes > 4
+    assert len(in_steps) <= 4
 
 
 def assert_same_up_to_rounding(table: Any, other: Any) -> None:

@@ -77,7 +77,7 @@ class Pace:
             rows = rows if fits >= rows else 1 << max(0, int(fits).bit_length() - 1)
         run = self._run + (rows if piece.kind in ("pass", "graph") else 0)
         spent = self._spent + self.ms(piece.kind, rows * piece.each)
-        if self._pieces and (run > self.rows or spent > bound):
+        if (self._run and run > self.rows) or (self._pieces and spent > bound):
             return 0
         self._pieces, self._run, self._spent = self._pieces + 1, run, spent
         return rows

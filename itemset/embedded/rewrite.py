@@ -17,18 +17,18 @@ import xgrammar
 from itemset.embedded.holes import HOLES
 
 from itemset.embedded.placement import (  # isort: skip
-    ANY, JSON, NAMED, NO_SPACE, PLACES, REFERENCES, REFERRING, SELECTION, SETS, SLATE, TAG, WORD, Marked, Place,
-    Survey, check_characters, means_set, objects, says_set,
+    ANY, JSON, NAMED, NO_SCHEMAS, NO_SPACE, PLACES, REFERENCES, REFERRING, SELECTION, SETS, SLATE, TAG, WORD, Marked,
+    Place, Survey, check_characters, means_set, objects, says_set,
 )  # fmt: skip
 from itemset.embedded.printed import printed
 from itemset.errors import ItemSetError, shown
 
 _ANNOTATIONS = {"title", "description", "default", "examples", "$comment", "deprecated", "readOnly", "writeOnly"}
-_ONE = ("items", "additionalProperties", "unevaluatedProperties", "unevaluatedItems")
-_MANY = ("anyOf", "oneOf", "allOf", "prefixItems")
-_UNREAD = (
+_READ = {"items", "additionalProperties", "unevaluatedProperties", "unevaluatedItems"}
+_READ_LISTS = {"anyOf", "oneOf", "allOf", "prefixItems"}
+_UNREAD = {
     "not", "if", "then", "else", "contains", "propertyNames", "dependentSchemas", "dependencies", "contentSchema",
-)  # fmt: skip
+}  # fmt: skip
 # What is not closed goes on to its line's end: to look for that from each of many brackets would take the square.
 _EBNF = re.compile(r'"(?:[^"\\\n]|\\.)*"?|\[(?:[^\]\\\n]|\\.)*\]?|#[^\n]*|//[^\n]*|(?<![\w.-])ItemSet\s*\(\s*')
 _REPEATED = re.compile(r"\s*[?*+{~]")  # after an element
@@ -54,7 +54,6 @@ class Marker:
         self._size_of, self._places, self._groups = size_of, list[Place](), 0
         self._nonce = secrets.token_hex(8)
         self._digits = 10**13 + secrets.randbelow(9 * 10**13)  # the same of numbers
-        self._seen = set[str]()  # paths of sets that stand where they hold
         self._unheld = list[str]()  # paths of references where nothing holds
         self._survey = Survey()
 
@@ -86,7 +85,10 @@ class Marker:
             check_characters(len(given))
             return "".join(self._elements(given)), None
         parsed = self._survey.parsed(given)
-        return self._tag(parsed, "$") if kind == TAG else self._whole_schema(parsed, "$"), parsed
+        marked = self._tag(parsed, "$") if kind == TAG else self._schema(parsed, "$")
+        if self._places and self._unheld:
+            raise _does_not_hold(self._unheld[0])
+        return marked, parsed
 
     def _slate(self, given: Any) -> str:
         is_json = not isinstance(given, str) or given.lstrip().startswith("{")
@@ -130,49 +132,32 @@ class Marker:
 
     # JSON schemas
 
-    def _schema(self, node: Any, path: str) -> Any:
+    def _schema(self, node: Any, path: str, read: bool = True) -> Any:
+        """read: whether xgrammar reads this part of a schema: elsewhere it takes any text, and no set would hold."""
+        if isinstance(node, list):
+            return [self._schema(one, f"{path}[{i}]", read) for i, one in enumerate(node)]
         if not isinstance(node, dict):
             return node
-        if WORD in node:
+        if read and WORD in node:
             return self._string(node, path)
-        for key in node:
-            if key in SELECTION or means_set(key):
+        for key, value in node.items():
+            if read and (key in SELECTION or means_set(key)):
                 raise ItemSetError(f"{path} has {key}, but no {WORD}: name a set as {WORD}, or omit it")
-        for key in _UNREAD:
-            self._unheld += [f"{path}.{key}"] if self._survey.holds(node.get(key), REFERRING) else []
-        self._unheld += [f"{path}.{key}" for key in REFERENCES[1:] if key in node]
-        if isinstance(several := node.get("allOf"), list) and len(several) > 1 and self._survey.holds(several, ANY):
-            self._unheld.append(f"{path}.allOf")
-        out = dict(node)
-        distinct = self._is_distinct(node, path)
-        for key in _ONE:
-            if isinstance(node.get(key), dict) and not (key == "items" and distinct):
-                out[key] = self._schema(node[key], f"{path}.{key}")
-        for key in NAMED:
-            if isinstance(node.get(key), dict):
-                out[key] = {name: self._schema(one, f"{path}.{key}.{name}") for name, one in node[key].items()}
-        for key in _MANY:
-            if isinstance(node.get(key), list):
-                out[key] = [self._schema(one, f"{path}.{key}[{i}]") for i, one in enumerate(node[key])]
+            if means_set(key) and isinstance(value, str | list):
+                raise _does_not_hold(path)
+        out, distinct = dict(node), read and self._is_distinct(node, path)
+        for key, value in node.items():
+            below, is_list = f"{path}.{key}", isinstance(value, list)
+            several = key == "allOf" and is_list and len(value) > 1 and self._survey.holds(value, ANY)
+            refers = key in REFERENCES[1:] or (key in _UNREAD and self._survey.holds(value, REFERRING))
+            self._unheld += [below] if read and (several or refers) else []
+            if key in NAMED and isinstance(value, dict):
+                out[key] = {name: self._schema(one, f"{below}.{name}", read) for name, one in value.items()}
+            elif key not in NO_SCHEMAS and not (key == "items" and distinct):
+                out[key] = self._schema(value, below, read and (key in _READ_LISTS if is_list else key in _READ))
         return self._distinct_items(node, out, path) if distinct else out
 
-    def _whole_schema(self, given: Any, path: str) -> Any:
-        """Raises ItemSetError for sets that stand, or that references lead to, where xgrammar takes any text."""
-        marked = self._schema(given, path)
-        unheld = [
-            one
-            for one, node in objects(given, path)
-            if any(means_set(key) and isinstance(value, str | list) for key, value in node.items())
-        ]
-        unheld = [one for one in unheld if one not in self._seen] + (self._unheld if self._places else [])
-        if unheld:
-            raise ItemSetError(
-                f"{unheld[0]}: an item_set does not hold there: state it in properties, items, prefixItems or anyOf"
-            )
-        return marked
-
     def _string(self, node: dict[str, Any], path: str) -> Any:
-        self._seen.add(path)
         if others := sorted(set(node) - {WORD, "type", *SELECTION, *_ANNOTATIONS}):
             raise ItemSetError(f"{path}: {others[0]} beside item_set would not hold: omit it")
         types = node.get("type", "string")
@@ -245,7 +230,7 @@ class Marker:
             raise ItemSetError(f"{path}.begin {NO_SPACE}")
         for key, value in node.items():
             if key in ("json_schema", "schema"):  # the latter of the older form
-                out[key] = self._whole_schema(value, f"{path}.{key}")
+                out[key] = self._schema(value, f"{path}.{key}")
             else:
                 out[key] = self._tag(value, f"{path}.{key}", "".join(end[:1] for end in ends))
             if own_space and key == "content":
@@ -324,6 +309,11 @@ class Marker:
         if len(holes) > HOLES:
             raise ItemSetError(f"the constraint has {len(holes)} different item sets, the limit is {HOLES}")
         return Marked(spec, text, re.compile(mark), holes, hole_of) if holes else None
+
+
+def _does_not_hold(path: str) -> ItemSetError:
+    message = "an item_set does not hold there: state it in properties, items, prefixItems or anyOf"
+    return ItemSetError(f"{path}: {message}")
 
 
 def of_present_form(tag: dict[str, Any]) -> Any:

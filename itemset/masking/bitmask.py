@@ -1,6 +1,6 @@
 """Filling a row of a bitmask with what may follow in a state: compiled loops over the tables.
 
-Most of a mask's time is here: there is a loop for each way in which labels lie, one after another, almost so, or apart.
+Most of a mask's time is here. Nodes with very many children have ready masks (`trie.levels`).
 """
 
 from typing import Any
@@ -10,9 +10,6 @@ import numpy as np
 from itemset.trie.levels import HEADER
 from itemset.trie.pointers import array_at, compiled, count_ones, first_edge, label, load32
 from itemset.trie.walk import FREE, TAIL, WAITING, first_dead, is_terminal, tail_token
-
-_ALL = np.uint32(0xFFFFFFFF)
-_FEW = 20  # bits of a word: to find each of them is then faster than to look at all
 
 
 @compiled
@@ -48,80 +45,18 @@ def fill_bitmask_of(tables: Any, state: int, stops: Any, ready: int, row: Any) -
 
 @compiled
 def _set_children(tables: Any, first: int, end: int, row: Any) -> None:
-    gaps = _gaps(tables, first, end) if end > first else 0
-    few_gaps = gaps <= (end - first) >> 3
-    if few_gaps or tables.alive:
-        for block in range(first >> 5, (end + 31) >> 5):
-            alive = np.uint32(load32(tables.alive, block)) if tables.alive else _ALL
-            low, high = max(first, block * 32), min(end, block * 32 + 32)
-            if gaps == 0:
-                _set_run(tables, alive, low, high, row)
-            elif few_gaps:
-                _set_runs(tables, alive, low, high, row)
-            elif alive == _ALL:
-                for edge in range(low, high):
-                    _set_bit(row, label(tables, edge))
-            else:
-                _set_alive(tables, alive, low, high, row)
-    else:
+    if not tables.alive:
         for edge in range(first, end):
             _set_bit(row, label(tables, edge))
-
-
-@compiled
-def _gaps(tables: Any, first: int, end: int) -> Any:
-    """Return how many tokens between the labels of these edges are no labels."""
-    return label(tables, end - 1) - label(tables, first) - (end - first - 1)
-
-
-@compiled
-def _set_runs(tables: Any, alive: Any, low: int, high: int, row: Any) -> None:
-    """Do `_set_alive` where most labels follow one another."""
-    if _gaps(tables, low, high) == 0:
-        _set_run(tables, alive, low, high, row)
         return
-    for first in range(low, high, 8):
-        end = min(first + 8, high)
-        if _gaps(tables, first, end) == 0:
-            _set_run(tables, alive, first, end, row)
-        else:
-            _set_each(tables, alive, first, end, row)
-
-
-@compiled
-def _set_run(tables: Any, alive: Any, low: int, high: int, row: Any) -> None:
-    """Do `_set_alive` for labels that follow one another."""
-    token = label(tables, low)
-    bits = np.uint64(alive >> np.uint32(low & 31)) & ((np.uint64(1) << np.uint64(high - low)) - np.uint64(1))
-    bits <<= np.uint64(token & 31)
-    if token >> 5 < len(row):
-        row[token >> 5] |= np.uint32(bits & np.uint64(0xFFFFFFFF))
-    if (token >> 5) + 1 < len(row):
-        row[(token >> 5) + 1] |= np.uint32(bits >> np.uint64(32))
-
-
-@compiled
-def _set_alive(tables: Any, alive: Any, low: int, high: int, row: Any) -> None:
-    """Set the labels of those edges from `low` on, all of one word of `Tables.alive`, whose bits are set there."""
-    if count_ones(np.int64(alive)) <= _FEW:
-        alive = alive >> np.uint32(low & 31) << np.uint32(low & 31)
-        if high & 31:
-            alive &= (np.uint32(1) << np.uint32(high & 31)) - np.uint32(1)
+    for block in range(first >> 5, (end + 31) >> 5):  # what is alive is gone through, whatever a filter leaves
+        alive = load32(tables.alive, block) & (-1 << max(first - 32 * block, 0))
+        if end < 32 * (block + 1):
+            alive &= (1 << (end & 31)) - 1
         while alive:
-            below = count_ones(np.int64(~alive & (alive - np.uint32(1))))  # LLVM makes one instruction of it
-            _set_bit(row, label(tables, (low & ~31) + below))
-            alive &= alive - np.uint32(1)
-    else:
-        _set_each(tables, alive, low, high, row)
-
-
-@compiled
-def _set_each(tables: Any, alive: Any, low: int, high: int, row: Any) -> None:
-    """Do `_set_alive` without a branch on a bit: many of them would be foreseen wrongly."""
-    for edge in range(low, high):
-        token, bit = label(tables, edge), alive >> np.uint32(edge & 31) & np.uint32(1)
-        if token >> 5 < len(row):
-            row[token >> 5] |= bit << np.uint32(token & 31)
+            below = count_ones(~alive & (alive - 1))  # LLVM makes one instruction of it
+            _set_bit(row, label(tables, 32 * block + below))
+            alive &= alive - 1
 
 
 @compiled

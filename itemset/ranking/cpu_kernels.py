@@ -61,13 +61,16 @@ def follow(now: Pass, sums: Tensor, ends: Tensor, keys: Tensor, places: Tensor, 
 
 
 def merge(now: Pass, ends: Tensor, done: Rows | None, riding: int) -> tuple[Items, Tensor]:
-    lists, k, longest = now.items.tokens.shape
-    merged, alive = Items.empty(lists, k, longest, now.arena.device), torch.empty(lists, dtype=torch.int64)
-    if done is None:
-        done = Rows.empty(lists, 0, longest, now.arena.device)
-    tables = (*now.rows, *now.items, ends, *done, *merged, alive)
-    _merge(*(tensor.numpy() for tensor in tables), riding)
-    return merged, alive
+    """In torch: some hundreds of items need no loop of our own."""
+    rows, items, count = now.rows, now.items, ends.shape[2]
+    each = [items, Items(rows.tokens[:, :count], ends[form.END_SCORE], ends[form.END_LOG])]
+    if done is not None:
+        each.append(Items(done.tokens, done.scores, done.table[form.LOG].view(torch.float64)))
+    tokens, scores, logs = (torch.cat(parts, 1) for parts in zip(*each, strict=True))
+    order = scores.sort(dim=1, descending=True, stable=True).indices[:, : items.scores.shape[1]]
+    scores, tokens = scores.gather(1, order), tokens.take_along_dim(order[:, :, None], 1)
+    alive = (rows.scores[:, riding:count] > items.scores[:, -1:]).sum(1)
+    return Items(tokens.masked_fill_(scores.isneginf()[:, :, None], -1), scores, logs.gather(1, order)), alive
 
 
 def _arguments(now: Pass) -> tuple[Any, ...]:
@@ -290,30 +293,6 @@ def _follow(
             elif state < WAITING:
                 begin = first_edge(tables, state)
                 new[form.FIRST, one, n], new[form.DEGREE, one, n] = begin, first_edge(tables, state + 1) - begin
-
-
-@compiled
-def _merge(
-    table, tokens, item_tokens, item_scores, item_logs, ends, done, done_tokens, new_tokens, new_scores, new_logs,
-    alive, riding,
-):  # fmt: skip
-    lists, k, _ = item_tokens.shape
-    count = ends.shape[2]
-    for one in range(lists):
-        alive[one] = np.sum(table[SCORE].view(np.float64)[one, riding:count] > item_scores[one, -1])
-        scores = np.concatenate((item_scores[one], ends[form.END_SCORE, one], done[SCORE].view(np.float64)[one]))
-        logs = np.concatenate((item_logs[one], ends[form.END_LOG, one], done[form.LOG].view(np.float64)[one]))
-        order = np.argsort(-scores, kind="mergesort")[:k]  # stable
-        for place, i in enumerate(order):
-            new_scores[one, place], new_logs[one, place] = scores[i], logs[i]
-            if scores[i] == -np.inf:
-                new_tokens[one, place] = -1
-            elif i < k:
-                new_tokens[one, place] = item_tokens[one, i]
-            elif i < k + count:
-                new_tokens[one, place] = tokens[one, i - k]
-            else:
-                new_tokens[one, place] = done_tokens[one, i - k - count]
 
 
 @compiled

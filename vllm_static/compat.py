@@ -224,7 +224,7 @@ def why_rounds(vllm_config: Any) -> str | None:
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "context parallelism": max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1,
         "experts under data parallelism": experts_apart or parallel.enable_eplb,
-        "attention to an encoder's prompt": model.is_encoder_decoder,
+        "cross-attention to an encoder": model.is_encoder_decoder,
         "an auxiliary output": vllm_config.aux_output_config.enabled,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)

@@ -274,11 +274,14 @@ def _output(request_id: str, prompt: Any, outputs: list[CompletionOutput]) -> Re
 
 def _tokens_of(prompt: Any) -> list[int]:
     """Return a prompt's tokens; of one of embeddings as many zeros, which nobody reads."""
+    prompt = prompt.get("decoder_prompt", prompt)
     return [0] * len(prompt["prompt_embeds"]) if "prompt_embeds" in prompt else list(prompt["prompt_token_ids"])
 
 
 def _rendered(tokens: list[int], given: Any) -> dict[str, Any]:
     """Return a prompt of tokens as vLLM has it once it is rendered, with the images and the like of a given one."""
+    if "decoder_prompt" in given:
+        return {**given, "decoder_prompt": _rendered(tokens, given["decoder_prompt"])}
     return {"type": "token", **{name: given[name] for name in _KEPT if name in given}, "prompt_token_ids": tokens}
 
 

@@ -72,6 +72,7 @@ class Beams:
         tables = SimpleNamespace(block_sizes=[BLOCK], block_tables=[SimpleNamespace(gpu=blocks.to(DEVICE))])
         cache_config = SimpleNamespace(num_blocks=GIVEN + OURS)
         runner = SimpleNamespace(block_tables=tables, kv_cache_config=cache_config, device=torch.device(DEVICE))
+        runner.model_state = SimpleNamespace(rope_state=None)
         self.seen = []
         for table, length in zip(blocks.long().to(DEVICE), LENGTHS, strict=True):
             at, content = torch.arange(length, device=DEVICE), self.draw(length, KV_HEADS, 2 * SIZE).to(kept)

@@ -233,12 +233,12 @@ WHY_ROUNDS: list[tuple[str | None, dict, dict]] = [  # why, what the model's con
     (None, {}, {}),
     (None, MIXTRAL, {}),
     ("experts under data parallelism", MIXTRAL, {"data_parallel_size": 2}),
-    ("a multimodal model", WHISPER, {}),
+    ("cross-attention to an encoder", WHISPER, {}),
     ("pipeline parallelism", {}, {"pipeline_parallel_size": 2}),
     ("context parallelism", {}, {"tensor_parallel_size": 4, "decode_context_parallel_size": 2}),
     ("context parallelism", {}, {"tensor_parallel_size": 2, "prefill_context_parallel_size": 2}),
-    ("positions of more than one dimension", MROPE, {}),
-    ("an encoder", {"is_encoder_decoder": True}, {}),
+    (None, MROPE, {}),
+    ("cross-attention to an encoder", {"is_encoder_decoder": True}, {}),
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -112,3 +113,12 @@ def test_passes_that_do_not_run_are_found_at_the_start(engines, tiny_model, stat
     assert "Ranked lists take rounds of requests: a first pass failed: TypeError('there is" in broken.log()
     worker, scheduler = broken.call(blocks_of)
     assert scheduler == worker
+
+
+def test_a_model_with_inputs_of_its_own_takes_rounds():
+    from vllm.v1.worker.gpu.model_states.encoder_decoder import EncoderDecoderModelState
+
+    from vllm_static.worker import beam_forward
+
+    runner = SimpleNamespace(model_state=object.__new__(EncoderDecoderModelState))
+    assert beam_forward.try_out(runner, 0) == "the model has inputs of its own"

@@ -83,6 +83,14 @@ def json_options(vllm_config: Any) -> dict[str, Any]:
     return {"any_whitespace": not tight, "separators": (",", ":") if tight else None}
 
 
+def outputs_of(llm: Any, prompts: Any, params: Any, loras: Any, priorities: Any) -> list[Any]:
+    """Return the outputs of requests whose prompts vLLM has rendered: `LLM.generate` would do so anew, without images
+    (entrypoints/common/offline.py)."""
+    options = {"lora_requests": loras, "priorities": priorities, "use_tqdm": False}
+    outputs: list[Any] = llm._render_and_run_requests(iter(prompts), params, _outputs.RequestOutput, **options)
+    return outputs
+
+
 def beams_by_xgrammar(params: Any) -> Any:
     """Return BeamSearchParams without a set for xgrammar: vLLM's own search knows no other (beam_search/offline.py)."""
     structured = params.structured_outputs
@@ -160,7 +168,7 @@ def runner_of(worker: Any) -> Any:
 
 PROCESSOR = "vllm_static.worker.masks:ItemSetProcessor"
 _V1 = "vLLM uses model runner V1 (on a GPU a warning of its own says why; VLLM_USE_V2_MODEL_RUNNER=1 insists)"
-platforms = hooks.Later("vllm.platforms")
+platforms, _outputs = hooks.Later("vllm.platforms"), hooks.Later("vllm.outputs")
 
 
 def item_sets(runner: Any) -> Any:
@@ -216,9 +224,7 @@ def why_rounds(vllm_config: Any) -> str | None:
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "context parallelism": max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1,
         "experts under data parallelism": experts_apart or parallel.enable_eplb,
-        "a multimodal model": model.is_multimodal_model,
-        "positions of more than one dimension": model.uses_mrope,
-        "an encoder": model.is_encoder_decoder,
+        "cross-attention to an encoder": model.is_encoder_decoder,
         "an auxiliary output": vllm_config.aux_output_config.enabled,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)

@@ -96,16 +96,16 @@ class FrontEnd(FrontEndBase):
         return text if ended and "prompt_embeds" not in prompt else None
 
     def attach(
-        self, asked: ItemRequest, params: SamplingParams, prompt_tokens: int
+        self, asked: ItemRequest, params: SamplingParams, prompt_tokens: int, prompt: Any
     ) -> Callable[[Any], Expected | ExpectedItems | Thought]:
         """Write a pinned request into `params`, its own, for the engine.
 
-        Returns a function of an EngineCoreRequest: what names the items of its answers. Raises RefusedError where a set
-        and the other parameters leave no way to end an item.
+        prompt: as vLLM has rendered it. Returns a function of an EngineCoreRequest: what names the items of its
+        answers. Raises RefusedError where a set and the other parameters leave no way to end an item.
         """
         refuse_unsampled({name: getattr(params, name, None) for name in PARAMETERS}, self.vocab_size)
         if asked.marker:
-            return self._think(asked, params, prompt_tokens)
+            return self._think(asked, params, prompt_tokens, prompt)
         least = {"prompt_tokens": prompt_tokens, "min_tokens": params.min_tokens}
         carried = self.engine_request(asked, stop_tokens=set(params.all_stop_token_ids), **least)
         for parameter in ("allowed_token_ids", "bad_words"):
@@ -135,7 +135,9 @@ class FrontEnd(FrontEndBase):
 
         return expected
 
-    def _think(self, asked: ItemRequest, params: SamplingParams, prompt_tokens: int) -> Callable[[Any], Thought]:
+    def _think(
+        self, asked: ItemRequest, params: SamplingParams, prompt_tokens: int, prompt: Any
+    ) -> Callable[[Any], Thought]:
         """Do `attach` for a thought, which leaves room for the items after it."""
         job = self.list_job(asked, prompt_tokens=prompt_tokens + len(asked.marker))
         if self.vllm_config.speculative_config is not None:  # drafts after the marker have KV, too
@@ -149,7 +151,7 @@ class FrontEnd(FrontEndBase):
         self.refuse_inside(names_sets(params))
         if params.structured_outputs is None:
             params.structured_outputs = compat.of_our_backend(StructuredOutputsParams(choice=[carried.reference]))
-        thought = Thought(asked, [job])
+        thought = Thought(asked, [job], prompt)
         return lambda request: thought
 
     def reasoning_end(self) -> Tokens:

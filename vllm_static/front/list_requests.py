@@ -33,6 +33,7 @@ from vllm_static.v1 import model_runner
 _IN_SOME = {"score", "attributes", "keys_attributes", "exact", "explored", "weight", "accepted", "candidates"}
 _OF_SEARCH = {"proven", "passes", "rounds", "open"}
 ABORT = "abort"  # vLLM's word for why an answer ended
+_KEPT = ("type", "mm_kwargs", "mm_hashes", "mm_placeholders", "cache_salt")  # of a prompt, whatever tokens it gets
 _NEAR = 8  # tokens before an item that its text may depend on
 
 
@@ -89,12 +90,12 @@ class RankedList:
 
     def __init__(self, front_end: Any, asked: ItemRequest, given: Any, lora: Any = None, priority: int = 0) -> None:
         """given: the prompt, rendered by vLLM. Raises RefusedError, or ItemSetError for an inline set's items."""
-        self.prompt, self._embedded = _tokens_of(given), "prompt_embeds" in given
+        self.prompt, self._given, self._embedded = _tokens_of(given), given, "prompt_embeds" in given
         self.lora, self.priority = lora, priority
         self.table, self._healed = asked.ended and asked.ended.table, asked.escape == HEALED
         self.job = front_end.list_job(asked, prompt_tokens=len(self.prompt))
         self.search = self.job.search
-        self.whole_prompt = given if self._embedded else _rendered([*self.prompt, *self.job.placeholders])
+        self.whole_prompt = given if self._embedded else self._rendered([*self.prompt, *self.job.placeholders])
         if self._embedded and (self.job.carried is None or self.job.placeholders):
             raise self._needs_tokens()
         self._adapters = front_end.vllm_config.lora_config is not None
@@ -128,6 +129,9 @@ class RankedList:
             "requests or a draft head (the server's log says why): send a prompt of tokens",
         )
 
+    def _rendered(self, tokens: list[int]) -> dict[str, Any]:
+        return _rendered(tokens, self._given)
+
     def ask(self, one: Pass, *, cached: bool) -> tuple[Any, SamplingParams]:
         """Return the prompt and the parameters of the request that scores a pass.
 
@@ -145,7 +149,7 @@ class RankedList:
         common = {**compat.ONE_TOKEN, "flat_logprobs": True}  # columns, not an object a token
         tokens, run = [*self.prompt, *one.tokens], one.tokens[one.known :]
         if not self._v2:  # which alone scores chosen tokens anywhere in a prompt
-            return _rendered(tokens), ScoringParams(**common, **model_runner.scoring(one, cached=cached))
+            return self._rendered(tokens), ScoringParams(**common, **model_runner.scoring(one, cached=cached))
         chosen = np.full((len(run) + 1, max(1, len(one.after))), -1, np.int64)
         chosen[: len(run), 0] = run
         chosen[-1, : len(one.after)] = one.after
@@ -156,7 +160,7 @@ class RankedList:
             **common,
         )
         # The last row scores what would follow; a prompt's rows end one before its last token.
-        return _rendered([*tokens, self._end]), params
+        return self._rendered([*tokens, self._end]), params
 
     def missing(self, one: Pass, output: Any) -> bool:
         """Return whether the output lacks what was asked, so that it has to be asked again."""
@@ -215,7 +219,7 @@ def with_lists(llm: Any, results: list[Any]) -> list[Any]:
     each = [(one, output) for one in results if isinstance(one, RequestOutput) for output in one.outputs]
     each = [(one, output) for one, output in each if hasattr(output, THOUGHT)]
     asked = [vars(output).pop(THOUGHT) for _, output in each]
-    inputs = [{"prompt_token_ids": [*one.prompt_token_ids, *output.token_ids]} for one, output in each]
+    inputs = [_after(one, thought) for (one, _), thought in zip(each, asked, strict=True)]
     loras = [one.lora_request for one, _ in each]
     made = candidates(llm, inputs, asked, loras, [0] * len(each)) if each else []
     for (_, output), one in zip(each, made, strict=True):
@@ -228,8 +232,7 @@ async def with_list(client: Any, result: RequestOutput, told: dict[int, dict[str
     for output in result.outputs:
         if (asked := told.get(output.index, {}).get(THOUGHT)) is not None:
             vars(output).pop(THOUGHT, None)
-            prompt = {"prompt_token_ids": [*(result.prompt_token_ids or ()), *asked.ended.tokens]}
-            made = await online(asked, client, prompt, result.request_id, **options)
+            made = await online(asked, client, _after(result, asked), result.request_id, **options)
             told[output.index] = {"items": _as_items(made)}
 
 
@@ -271,12 +274,21 @@ def _output(request_id: str, prompt: Any, outputs: list[CompletionOutput]) -> Re
 
 def _tokens_of(prompt: Any) -> list[int]:
     """Return a prompt's tokens; of one of embeddings as many zeros, which nobody reads."""
+    prompt = prompt.get("decoder_prompt", prompt)
     return [0] * len(prompt["prompt_embeds"]) if "prompt_embeds" in prompt else list(prompt["prompt_token_ids"])
 
 
-def _rendered(tokens: list[int]) -> dict[str, Any]:
-    """Return a prompt of tokens as vLLM has it once it is rendered."""
-    return {"type": "token", "prompt_token_ids": tokens}
+def _rendered(tokens: list[int], given: Any) -> dict[str, Any]:
+    """Return a prompt of tokens as vLLM has it once it is rendered, with the images and the like of a given one."""
+    if "decoder_prompt" in given:
+        return {**given, "decoder_prompt": _rendered(tokens, given["decoder_prompt"])}
+    return {"type": "token", **{name: given[name] for name in _KEPT if name in given}, "prompt_token_ids": tokens}
+
+
+def _after(result: RequestOutput, asked: ItemRequest) -> dict[str, Any]:
+    """Return the prompt of the list after a result's thought, which has ended."""
+    assert asked.ended is not None
+    return _rendered([*(result.prompt_token_ids or ()), *asked.ended.tokens], asked.ended.prompt)
 
 
 def _texts(tokenizer: Any, made: Sequence[RequestOutput], **options: Any) -> list[str]:
@@ -299,13 +311,8 @@ def _results(llm: Any, front_end: Any, lists: Sequence[RankedList]) -> tuple[lis
 
     def generate(requests: Sequence[tuple[RankedList, Any, SamplingParams]]) -> list[Any]:
         """Return the outputs of requests, each with its list."""
-        return llm.generate(
-            [prompt for _, prompt, _ in requests],
-            [params for *_, params in requests],
-            use_tqdm=False,
-            lora_request=[made.lora for made, *_ in requests],
-            priority=[made.priority for made, *_ in requests],
-        )
+        lists, prompts, params = zip(*requests, strict=True)
+        return compat.outputs_of(llm, prompts, params, [one.lora for one in lists], [one.priority for one in lists])
 
     def score(of: Sequence[RankedList], passes: Sequence[tuple[int, Pass]]) -> list[Answer]:
         """Return the answers to passes, each with the index of its list."""

@@ -79,10 +79,12 @@ def _process_inputs(original: Callable[..., Any], self: Any, prompt: Any, params
     request = original(prompt=prompt, params=given)
     prompt_tokens = len(request.prompt_embeds if request.prompt_token_ids is None else request.prompt_token_ids)
     with refusals(params):
-        if item_request.after and request.prompt_embeds is not None:
-            raise ItemSetError("a list after a thought needs a prompt of tokens: send one, or omit list_after")
+        rendered = prompt if isinstance(prompt, dict) and "type" in prompt else {}
+        if item_request.after and (request.prompt_embeds is not None or (request.mm_features and not rendered)):
+            need = "a prompt of tokens, or one with images that vLLM has rendered"
+            raise ItemSetError(f"a list after a thought needs {need}: send one, or omit list_after")
         item_request = front_end.pinned(item_request, request.prompt_token_ids or ())
-        expecting = front_end.attach(item_request, request.sampling_params, prompt_tokens)
+        expecting = front_end.attach(item_request, request.sampling_params, prompt_tokens, rendered)
         setattr(request.sampling_params, answers.EXPECTED, lambda request: (expecting(request), told))
     return request
 
@@ -131,7 +133,7 @@ async def _candidates(client: Any, prompt: Any, params: Any, request_id: str, **
     with refusals():
         request = requests.asked_of_generate(params)
         assert request is not None
-        if not (isinstance(prompt, dict) and ("prompt_token_ids" in prompt or "type" in prompt)):
+        if not (isinstance(prompt, dict) and "type" in prompt):
             from vllm.renderers.inputs import preprocess
 
             parsed = preprocess.parse_model_prompt(client.model_config, prompt)

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 from vllm.config.compilation import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor, set_forward_context
+from vllm.model_executor.models.interfaces import requires_raw_input_tokens
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from itemset.serving.wire import MOST_LOGITS
 from vllm_static.compat import logger
@@ -28,6 +30,8 @@ from vllm_static.worker.pace import Piece, Pieces
 def try_out(runner: Any, first_block: int) -> str | None:
     """Run two passes of two rows, before there are other requests, and return why lists cannot be made in this engine;
     None if they can. first_block: as of `BeamKV`."""
+    if type(runner.model_state).prepare_inputs is not DefaultModelState.prepare_inputs:
+        return "the model has inputs of its own"
     try:
         if reason := beam_attention.install(runner):
             return reason
@@ -128,13 +132,18 @@ def _run(runner: Any, tokens: Tensor, beams: list[BeamMetadata], requests: list[
     shape = _shape(runner, len(tokens), count, requests, recorded)
     padded = max(count, shape.num_tokens)
     buffers.input_ids[:count].copy_(tokens.reshape(-1))
-    buffers.positions[:count].copy_(beams[0].positions.reshape(-1))
     buffers.is_padding[:count] = False
     buffers.is_padding[count:padded] = True
     mapping = runner.block_tables.slot_mappings[:, :padded]
     mapping.fill_(PAD_SLOT_ID)  # the tokens' KV goes to entries of their own
     inputs = {"input_ids": buffers.input_ids[:padded], "positions": buffers.positions[:padded]}
     inputs |= dict.fromkeys(("inputs_embeds", "intermediate_tensors"))
+    inputs |= runner.model_state.prepare_dummy_inputs(len(tokens), padded)  # the buffers of a step's own
+    inputs["positions"][..., :count] = beams[0].positions.reshape(-1)  # alike in all dimensions, as of any text
+    if inputs["inputs_embeds"] is not None:
+        inputs["inputs_embeds"][:count] = runner.model.embed_input_ids(buffers.input_ids[:count])
+        if not requires_raw_input_tokens(runner.model):
+            inputs["input_ids"] = None
     lora = runner.lora_config is not None
     with set_forward_context(
         {name: beams[group] for name, group in beam_attention.layer_groups(runner).items()},
@@ -168,7 +177,6 @@ def _shape(runner: Any, rows: int, count: int, requests: list[str], recorded: bo
     the pieces' memory. count: tokens of all rows."""
     adapters = len(runner.lora_state.get_activate_loras(requests)) if runner.lora_config else 0
     shape = runner.cudagraph_manager.dispatch(rows, count, None, adapters)
-    of_tokens = not runner.model_config.enable_prompt_embeds  # else the pieces take embeddings
-    if shape.cg_mode != CUDAGraphMode.FULL and not recorded and runner.speculator is None and of_tokens:
+    if shape.cg_mode != CUDAGraphMode.FULL and not recorded and runner.speculator is None:
         return shape
     return dataclasses.replace(shape, cg_mode=CUDAGraphMode.NONE, num_tokens=count, num_reqs=rows)

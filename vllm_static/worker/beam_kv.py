@@ -42,7 +42,7 @@ class Prompt(NamedTuple):
 class BeamMetadata:
     """What a pass tells the model's attention layers: the metadata type by which they know it."""
 
-    positions: Tensor  # [rows, more] int64, counted from the prompt's first token
+    positions: Tensor  # [rows, more] int64, as the model counts them: an image's tokens may share some
     ancestors: Tensor  # [rows, known] int64, the entries of each row's tokens so far
     entries: Tensor  # [rows] int64, where the KV of each row's first query token goes; tails are never read again
     first_block: int  # of the cache, from which on entries lie
@@ -99,7 +99,8 @@ class BeamKV:
         self._block_tables = [table.gpu for table in runner.block_tables.block_tables]
         end = runner.kv_cache_config.num_blocks
         self._first_blocks = range(first_block, end, (end - first_block) // len(self._block_tables))
-        self._lengths = compat.to_device([one.tokens for one in prompts], self._device)
+        self._rope = runner.model_state.rope_state  # of positions in several dimensions, else None
+        self._positions = compat.to_device([self._position(one) for one in prompts], self._device)
         # Races of a request stand together, and read its prompt once: [prompt, how many stand there]
         self._different = [(one, len(list(equal))) for one, equal in groupby(prompts)]
         self._read = compat.to_device([one.tokens for one, _ in self._different], self._device, np.int32)
@@ -109,13 +110,17 @@ class BeamKV:
         self._starts = dict[tuple[int, ...], Tensor]()  # of passes' prompts, as of `BeamMetadata`
         self.restart()
 
+    def _position(self, prompt: Prompt) -> int:
+        """Return the position of the first token after a prompt. Keys are counted by their places in the cache."""
+        return prompt.tokens + (0 if self._rope is None else int(self._rope.prefill_delta.np[prompt.slot]))
+
     def restart(self) -> None:
         self.used = 0  # entries that are taken
         self._ancestors = torch.empty(len(self.prompts), 1, 0, dtype=torch.int64, device=self._device)
 
     def move_to(self, prompt: Prompt) -> None:
         """Let what is recorded of these rows come after another prompt, of no more blocks."""
-        self._lengths.fill_(prompt.tokens)
+        self._positions.fill_(self._position(prompt))
         self._read.fill_(prompt.tokens)
         for own, table in zip(self._tables, self._block_tables, strict=True):
             own.copy_(table[prompt.slot, : self._blocks])
@@ -133,7 +138,7 @@ class BeamKV:
         _, each, known = self._ancestors.shape
         device = self._ancestors.device
         steps = torch.arange(known, known + more, device=device)
-        positions = (self._lengths[:, None, None] + steps).expand(-1, each, -1).reshape(-1, more)[rows]
+        positions = (self._positions[:, None, None] + steps).expand(-1, each, -1).reshape(-1, more)[rows]
         spans, read, end = list[tuple[int, int, int]](), list[int](), 0
         for i, (prompt, count) in enumerate(self._different):
             start, end = end, end + count * each

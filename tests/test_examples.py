@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +22,7 @@ from itemset.text import load_tokenizer
 sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
 import cluster_build
 import cold_start
+import films_data
 import nezha_model
 import retrieval_data
 import retrieval_model
@@ -92,6 +95,19 @@ def test_a_demo_says_what_a_first_start_waits_for(log, told, tmp_path, monkeypat
     lines = capsys.readouterr().out.splitlines()
     assert len([line for line in lines if not line.startswith("server ")]) == told
     assert len(set(log.splitlines()) & set(lines)) == told
+
+
+def test_the_list_of_the_readme_is_what_the_demo_prints(monkeypatch):
+    shown = (EXAMPLES.parent / "README.md").read_text().split("```text\nrank", 1)[1].split("```")[0].splitlines()[1:]
+    rows = [re.fullmatch(r" +(\d+) +(-[\d.]+)  █+ +(\d+)  (.+)", line).groups() for line in shown]
+    items = [{"rank": int(rank), "score": float(score), "key": int(key)} for rank, score, key, _ in rows]
+    titles = {int(key): title for _, _, key, title in rows}
+    for encoding, block in (("utf-8", "█"), ("ascii", "#")):
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding=encoding, write_through=True))
+        films_data.print_ranked(items, titles)
+        printed = sys.stdout.buffer.getvalue().decode(encoding).splitlines()
+        assert printed[1:] == [line.replace("█", block) for line in shown]
+    assert len(items) == 10
 
 
 @pytest.fixture(scope="module")

@@ -101,7 +101,7 @@ def test_every_cell_of_the_docs_over_http(server, name):
 
 
 def test_the_demos_questions(server, monkeypatch):
-    demo_checks.check(server, "vllm", monkeypatch)
+    demo_checks.check(server, monkeypatch)
 
 
 @pytest.mark.parametrize("page", ["index", *(f"tutorials/{name}" for name in pages.TUTORIALS)])

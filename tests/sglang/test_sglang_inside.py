@@ -71,7 +71,7 @@ def test_every_cell_of_the_docs_over_http(server, name):
 
 
 def test_the_demos_questions(server, monkeypatch):
-    demo_checks.check(server, "sglang", monkeypatch)
+    demo_checks.check(server, monkeypatch)
 
 
 def test_the_requests_of_the_pages(server):

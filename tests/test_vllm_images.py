@@ -177,7 +177,7 @@ def after_sounds(llm: Any) -> tuple[list[Any], list[Any]]:
     start = llm.get_tokenizer().convert_tokens_to_ids("<|startoftranscript|>")
     prompts: Any = [{"prompt_token_ids": [start, 200], "multi_modal_data": {"audio": (one, 16_000)}} for one in sounds]
     params = RankingParams(beam_width=5, max_tokens=2, item_set="labels", without_end=True)
-    lists = [[(one.tokens[0], one.cum_logprob) for one in best.sequences] for best in llm.beam_search(prompts, params)]
+    lists = [[(one.tokens[2], one.cum_logprob) for one in best.sequences] for best in llm.beam_search(prompts, params)]
     outputs = llm.generate(prompts, SamplingParams(max_tokens=1, logprobs=-1), use_tqdm=False)
     steps = [{token: one.logprob for token, one in output.outputs[0].logprobs[0].items()} for output in outputs]
     legal = [sorted(((token, each[token]) for token in range(100, 250)), key=lambda one: -one[1]) for each in steps]

@@ -54,7 +54,7 @@ class Marker:
         self._size_of, self._places, self._groups = size_of, list[Place](), 0
         self._nonce = secrets.token_hex(8)
         self._digits = 10**13 + secrets.randbelow(9 * 10**13)  # the same of numbers
-        self._unheld = list[str]()  # paths of references where nothing holds
+        self._unheld = list[str]()  # of a schema, paths of references where nothing holds
         self._survey = Survey()
 
     def finds(self, kind: str, given: Any) -> bool:
@@ -85,10 +85,7 @@ class Marker:
             check_characters(len(given))
             return "".join(self._elements(given)), None
         parsed = self._survey.parsed(given)
-        marked = self._tag(parsed, "$") if kind == TAG else self._schema(parsed, "$")
-        if self._places and self._unheld:
-            raise _does_not_hold(self._unheld[0])
-        return marked, parsed
+        return self._tag(parsed, "$") if kind == TAG else self._whole_schema(parsed, "$"), parsed
 
     def _slate(self, given: Any) -> str:
         is_json = not isinstance(given, str) or given.lstrip().startswith("{")
@@ -131,6 +128,14 @@ class Marker:
         return Place(path, named, selection, number=number)
 
     # JSON schemas
+
+    def _whole_schema(self, given: Any, path: str) -> Any:
+        """Raises ItemSetError for a schema with sets whose references lead to where xgrammar takes any text."""
+        before, self._unheld = len(self._places), []
+        marked = self._schema(given, path)
+        if self._unheld and len(self._places) > before:
+            raise _does_not_hold(self._unheld[0])
+        return marked
 
     def _schema(self, node: Any, path: str, read: bool = True) -> Any:
         """read: whether xgrammar reads this part of a schema: elsewhere it takes any text, and no set would hold."""
@@ -230,7 +235,7 @@ class Marker:
             raise ItemSetError(f"{path}.begin {NO_SPACE}")
         for key, value in node.items():
             if key in ("json_schema", "schema"):  # the latter of the older form
-                out[key] = self._schema(value, f"{path}.{key}")
+                out[key] = self._whole_schema(value, f"{path}.{key}")
             else:
                 out[key] = self._tag(value, f"{path}.{key}", "".join(end[:1] for end in ends))
             if own_space and key == "content":

@@ -268,6 +268,7 @@ def candidates(
 
 
 def _output(request_id: str, prompt: Any, outputs: list[CompletionOutput]) -> RequestOutput:
+    prompt = prompt.get("decoder_prompt", prompt)
     tokens = list(prompt.get("prompt_token_ids") or ())
     return RequestOutput(request_id, prompt.get("prompt"), tokens, None, outputs, finished=True)
 
@@ -359,7 +360,7 @@ async def online(asked: ItemRequest, client: Any, prompt: Any, request_id: str, 
         with no_body():
             async for part in client.generate(prompt, params, f"{request_id}-{random_uuid()}", **options):
                 output = part
-        if output.outputs[0].finish_reason == ABORT:
+        if output.outputs[0].finish_reason in (ABORT, "error"):
             raise AbortedError
         return output
 

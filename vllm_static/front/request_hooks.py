@@ -144,7 +144,7 @@ async def _candidates(client: Any, prompt: Any, params: Any, request_id: str, **
 @hook("vllm.entrypoints.llm:LLM.generate", why="lists and draws, each item an output", when=IMPORTED)
 def _generate_offline(
     original: Callable[..., Any], self: Any, prompts: Any, sampling_params: Any, lora_request: Any, priority: Any,
-    tokenization_kwargs: Any,
+    tokenization_kwargs: Any, mm_processor_kwargs: Any,
 ) -> Any:  # fmt: skip
     """SamplingParams(n=16, extra_args={"item_set": "films", "list": True}), or "draws": True. Samples of other prompts
     of the same call are made by vLLM, after them."""
@@ -164,7 +164,7 @@ def _generate_offline(
     with refusals():
         asked = [requests.asked_of_generate(one) for one in each]
         ours = [i for i, one in enumerate(asked) if one is not None]
-        inputs = self._preprocess_cmpl(of(prompts, ours), tokenization_kwargs)
+        inputs = self._preprocess_cmpl(of(prompts, ours), tokenization_kwargs, mm_processor_kwargs)
         found = list_requests.candidates(self, inputs, of(asked, ours), of(loras, ours), of(priorities, ours))
     outputs = dict(zip(ours, found, strict=True))
     if others := [i for i in range(len(prompts)) if i not in outputs]:

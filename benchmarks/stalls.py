@@ -1,14 +1,14 @@
 """What ranked lists do to a server's other requests: /health and small requests, idle and beside 20 clients of lists.
 
 python benchmarks/stalls.py --engine vllm-v2 --seconds 8 --json docs/benchmarks/stalls.json
-python benchmarks/stalls.py --engine vllm-v2 --seconds 20 --rows 1e6 2048 512 --widths 256 5000
+python benchmarks/stalls.py --engine vllm-v2 --seconds 20 --rows 1e6 512 0 --widths 256 5000
 
 A real server of the tiny model. The clients ask for lists of 300 over 10^6 semantic IDs of 8 tokens without pause,
 while /health and small requests (one of four labels) are asked for again and again. Both rows come from one server.
 
-`--rows`: what `max_list_rows_per_step` does for small requests, of one token each, beside a client of lists of some
-beams (5,000) over IDs of 4 tokens. A server for each bound, whose steps have 512 tokens. The first row of each has no
-clients of lists: its list was made alone.
+`--rows`: what `max_list_rows_per_step` does for small requests, of one token each and `--rate` a second, beside a
+client of lists of some beams (5,000) over IDs of 4 tokens; 0 is no such option: lists go on by time. A server for each
+bound, whose steps have 512 tokens. The first row of each has no clients of lists: its list was made alone.
 """
 
 from __future__ import annotations
@@ -105,7 +105,12 @@ def bounded(engine: str, seconds: float, items: int, width: int, bound: int, rat
                 until = time.time() + seconds
                 made = pool.submit(again, lambda: completion(running, large), until if clients else 0.0, 0)
                 taken = at_rate(lambda: completion(running, small), until, rate)
-                row: Row = {"width": width, "rows a step": bound, "clients of lists": clients, "requests": len(taken)}
+                row: Row = {
+                    "width": width,
+                    "rows a step": bound or "by time",
+                    "clients of lists": clients,
+                    "requests": len(taken),
+                }
                 row |= {"small, ms": median(taken), "99 %": float(np.percentile(taken, 99)), "worst": max(taken)}
                 row["list, ms"] = median(made.result()) if clients else alone
                 rows.append(row)

@@ -107,7 +107,7 @@ def test_the_list_of_the_readme_is_what_the_demo_prints(monkeypatch):
         films_data.print_ranked(items, titles)
         printed = sys.stdout.buffer.getvalue().decode(encoding).splitlines()
         assert printed[1:] == [line.replace("█", block) for line in shown]
-    assert len(items) == 10
+    assert len(items) == 5
 
 
 @pytest.fixture(scope="module")

@@ -104,23 +104,22 @@ def _post_step(original: Callable[..., Any], self: Any, model_executed: bool) ->
     """Lists go on when the tokens of a step are on their way: the requests that have these do not wait for it. While
     there are no others, lists go on without steps."""
     original(model_executed=model_executed)
-    if self.scheduler not in _unfinished:
+    before = _parts.pop(self, None)
+    more = before is not None and any(before.result())  # raises if it has failed
+    if not (more or self.scheduler in _unfinished) or not self.scheduler.running:
         return
     _unfinished.discard(self.scheduler)
-    if (before := _parts.pop(self, None)) is not None:
-        before.result()  # it is there, and raises if it has failed
-    if not self.scheduler.running:
+    if not _only_lists(self):
+        _parts[self] = self.model_executor.collective_rpc(go_on, args=(False,), non_block=True)
         return
-    while _only_lists(self):
-        if not any(self.model_executor.collective_rpc(go_on, args=(True,))):
-            return
-    _parts[self] = self.model_executor.collective_rpc(go_on, args=(False,), non_block=True)
+    while any(self.model_executor.collective_rpc(go_on, args=(True,))) and _only_lists(self):
+        pass
 
 
 def _only_lists(core: Any) -> bool:
     """Return whether an engine has nothing else to do than lists, whose requests run."""
     scheduler, arriving = core.scheduler, getattr(core, "input_queue", None)
-    if scheduler.waiting or (arriving is not None and not arriving.empty()):
+    if scheduler.get_request_counts()[1] or (arriving is not None and not arriving.empty()):
         return False
     carried = (read(one.sampling_params and one.sampling_params.extra_args) for one in scheduler.running)
     return all(one is not None and one.ranked is not None for one in carried)

@@ -20,7 +20,8 @@ class EngineLists(OneRequest):
     """Has as many lists at a time `under_way` in the engine as `ranked_list_beams` says, or a worker has room for."""
 
     def __init__(self, vllm_config: Any) -> None:
-        limit = StaticConfig.of(vllm_config.additional_config).ranked_list_beams
+        config = StaticConfig.of(vllm_config.additional_config)
+        limit, self._by_rows = config.ranked_list_beams, config.max_list_rows_per_step is not None
         beams = _BEAMS if limit is None else limit
         too_many, always = "more draws than ranked_list_beams has room for", compat.why_rounds(vllm_config) or ""
         options: dict[str, Any] = {"too_many": too_many, "always": always, "with_mend": compat.with_mend}
@@ -46,8 +47,8 @@ class EngineLists(OneRequest):
     async def room(self, spec: ListSpec, unfinished: Callable[[], int]) -> AsyncIterator[None]:
         """Wait until there are beams for a list, first come, first served, and hold them. A draft head needs none.
 
-        A list's step is long: only as many are under way as their `Pace` allows, and after one the engine's other
-        requests have as much time for themselves. unfinished: how many requests there are, of lists too.
+        Only as many are under way as their `Pace` allows. Where lists go on by rows and not by time, other requests
+        have as much time for themselves after one. unfinished: how many requests there are, of lists too.
         """
         width = 0 if spec.placeholders else spec.beams
         async with self._turn:
@@ -66,7 +67,7 @@ class EngineLists(OneRequest):
         finally:
             self._taken -= width
             self.under_way -= 1
-            if width:
+            if width and self._by_rows:
                 now = time.monotonic()
                 self._others_until = now + (now - began)
             self._freed.set()

@@ -40,8 +40,8 @@ def install(worker: Any, room: Room) -> None:
 
 
 def go_on(worker: Any, wait: bool) -> bool:
-    """Let a worker's lists go on between two steps, if their pace is one of time, and return whether there is more to
-    do. wait: for the device, too. Called by the engine core, as is the next."""
+    """Let a worker's lists go on between two steps, if their pace is one of time, and return whether they can go on
+    again. wait: for the device, too. Called by the engine core, as is the next."""
     runner = compat.runner_of(worker)
     lists = getattr(runner.prompt_logprobs_worker, _LISTS)
     if runner.execute_model_state is not None or not lists.pace.timed:
@@ -49,7 +49,7 @@ def go_on(worker: Any, wait: bool) -> bool:
     lists.go_on()
     if wait and runner.device.type != "cpu":
         torch.get_device_module(runner.device).synchronize(runner.device)
-    return bool(lists.unfinished)
+    return bool(lists.can_go_on)
 
 
 def longest_item(worker: Any) -> int:

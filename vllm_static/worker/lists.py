@@ -69,7 +69,9 @@ class WideLists:
         config = StaticConfig.of(runner.vllm_config.additional_config)
         given, ranks = config.max_list_rows_per_step, get_tp_group()
         group = ranks.cpu_group if ranks.world_size > 1 else None
-        self.pace = Pace(runner.device, given or runner.max_num_tokens, timed=given is None, group=group)
+        # With Ray, what runs between steps may run beside one.
+        timed = given is None and runner.vllm_config.parallel_config.distributed_executor_backend != "ray"
+        self.pace = Pace(runner.device, given or runner.max_num_tokens, timed=timed, group=group)
         recorded = runner.device.type == "cuda" and compat.is_on(config.item_set_list_graphs, runner.device)
         recorded &= config.item_set_list_graphs == "on" or not runner.vllm_config.model_config.enforce_eager
         self.graphs = ListGraphs(runner, self._first_block) if recorded else None
@@ -120,6 +122,7 @@ class WideLists:
         """Go on with the lists, and begin those whose prompts this step completes. Return each request's table, as
         `ListResult.of_table` reads it; an empty one if the list needs another step."""
         self._forget_ended()
+        asked = {*self.asked}
         computed, tables = batch.num_computed_prefill_tokens_np, dict[str, Tensor]()
         lists, rows = list[Asked](), list[int]()
         for i, slot in enumerate(batch.idx_mapping_np.tolist()):
@@ -149,7 +152,7 @@ class WideLists:
         self.begun |= {one.prompt.slot: one for one in lists}
         groups = self._grouped([each for one in lists for each in one.apart])
         self._making += [Making(group, self._tokens(group), self._pieces_of(group)) for group in groups]
-        others = bool(set(batch.idx_mapping_np.tolist()) - self.begun.keys() - self.asked.keys())
+        others = bool(set(batch.idx_mapping_np.tolist()) - self.begun.keys() - asked)
         whole = self._freed or self._is_last_step(batch)
         self.pace.step(others=others)
         if self._making and (not others or not self.pace.timed or whole):
@@ -176,8 +179,9 @@ class WideLists:
         return any(end + 1 >= longest for slot, end in zip(slots, ends, strict=True) if slot in self.begun)
 
     @property
-    def unfinished(self) -> bool:
-        return bool(self._making)
+    def can_go_on(self) -> bool:
+        """Return whether there is more to do, and no list that is complete waits for a step."""
+        return bool(self._making) and all(len(one.tables) < len(one.apart) for one in self.begun.values())
 
     @torch.inference_mode()
     def go_on(self, *, whole: bool = False) -> None:
@@ -338,10 +342,12 @@ class WideLists:
         by_list = states.unflatten(0, (len(group), -1))
         lists, rows, queries, _ = by_list.shape
         each = lists * queries
-        if one.spec.renormalised and (alphabet := self._sets.narrow.of_list(self._key(one))) is not None:
+        if one.spec.renormalised and self._sets.narrow.of_list(self._key(one)) is not None:
             yield Piece("choice", rows, each)
-            self._sets.narrow.round(beams, states, alphabet)
-            return
+            # Asked again: meanwhile a step may have given its memory to another alphabet.
+            if (alphabet := self._sets.narrow.of_list(self._key(one))) is not None:
+                self._sets.narrow.round(beams, states, alphabet)
+                return
         requests, slots = [other.prompt.request for other in group], [other.prompt.slot for other in group]
 
         def logits_of(first: int, count: int) -> Tensor:

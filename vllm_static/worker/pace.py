@@ -16,8 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 QUIET = 256  # steps without another request, after which lists have steps for themselves
-MOST_STEPS = 16  # that a list is spread over, for the sake of others: a wide one has more time in each
+MOST_STEPS = 16  # that a list is spread over, about: a wide one has more time in each
+ROWS = 16  # of cut pieces, a multiple
 KINDS = ("pass", "logits", "choice", "graph", "draft")
+MOST_PENDING = 256  # measurements that are not read: no list goes on
 KEPT = 0.9  # of what was measured before, with each measurement
 
 
@@ -35,8 +37,8 @@ Pieces = Generator[Piece, int, Tensor]  # yields each piece, and is sent how man
 class Pace:
     """The pace of a worker's lists.
 
-    rows: of passes in a step, if these are what is bounded, or before anything is measured. timed: whether time is the
-    bound beside other requests.
+    rows: of passes in a part, where these are what is bounded: before anything is measured, and without other requests.
+    timed: whether time is the bound beside these.
     """
 
     def __init__(self, device: torch.device, rows: int, *, timed: bool, group: Any = None) -> None:
@@ -57,7 +59,7 @@ class Pace:
         """Note that a step has run but for its lists. others: whether it has requests that are not lists."""
         self._alone = 0 if others else self._alone + 1
         if self._start is not None:
-            self._pending.append((len(KINDS), 1, self._start, self._mark()))
+            self._await(len(KINDS), 1, self._start)
 
     def begin(self) -> None:
         """Begin a part of the lists, on all ranks alike."""
@@ -74,10 +76,11 @@ class Pace:
         if piece.kind in ("pass", "logits") and bound < np.inf:
             fixed, more = self._line(piece.kind)
             fits = max(bound - fixed, fixed) / (more * piece.each) if more else rows
-            rows = rows if fits >= rows else 1 << max(0, int(fits).bit_length() - 1)
+            rows = rows if fits >= rows else max(1, int(fits) // ROWS * ROWS or int(fits))
         run = self._run + (rows if piece.kind in ("pass", "graph") else 0)
         spent = self._spent + self.ms(piece.kind, rows * piece.each)
-        if (self._run and run > self.rows) or (self._pieces and spent > bound):
+        too_many = self._run and run > self.rows and bound == np.inf
+        if too_many or (self._pieces and spent > bound):
             return 0
         self._pieces, self._run, self._spent = self._pieces + 1, run, spent
         return rows
@@ -85,9 +88,11 @@ class Pace:
     @contextmanager
     def measured(self, piece: Piece, rows: int) -> Iterator[None]:
         start = self._mark() if self.timed else None
-        yield
-        if self.timed:
-            self._pending.append((KINDS.index(piece.kind), rows * piece.each, start, self._mark()))
+        try:
+            yield
+        finally:  # also if it was the last one
+            if self.timed:
+                self._await(KINDS.index(piece.kind), rows * piece.each, start)
 
     def ms(self, kind: str, tokens: int) -> float:
         """Return how long a piece is expected to take, 0 if none has been measured."""
@@ -107,6 +112,10 @@ class Pace:
     def note(self, kind: int, tokens: int, ms: float) -> None:
         """Take in a measurement of a kind, an index of KINDS."""
         self._sums[kind] = KEPT * self._sums[kind] + (1, tokens, ms, tokens * tokens, tokens * ms)
+
+    def _await(self, kind: int, tokens: int, start: Any) -> None:
+        if len(self._pending) < MOST_PENDING:
+            self._pending.append((kind, tokens, start, self._mark()))
 
     def _mark(self) -> Any:
         if self._cpu:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from itertools import chain, pairwise
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 from unittest import mock
 
@@ -201,6 +202,36 @@ def test_a_list_goes_on_without_steps_while_there_is_nothing_else(engine):
     in_steps, passes = engine.call(between_steps, False)
     assert passes > 4
     assert len(in_steps) <= 4
+
+
+def while_one_arrives(llm: Any) -> tuple[list[int], int]:
+    """`between_steps`, if the engine's process has been sent something all the time."""
+    arriving: SimpleQueue[int] = SimpleQueue()
+    arriving.put(0)
+    core = llm.llm_engine.engine_core.engine_core
+    with mock.patch.object(core, "input_queue", arriving, create=True):
+        return between_steps(llm, False)
+
+
+def test_what_arrives_is_looked_at_after_each_part(engine):
+    in_steps, passes = engine.call(while_one_arrives)
+    assert len(in_steps) > 4
+    assert passes > 4
+
+
+def steps_of_two(llm: Any) -> list[int]:
+    """In the engine's process: of two lists of other widths, how many are answered in each step that answers some."""
+    engine, answered = llm.llm_engine, list[int]()
+    for name, width in (("first", 24), ("second", 120)):
+        engine.add_request(name, {"prompt_token_ids": prompt_of(40)}, asked("large", width, 5, False))
+    with by_time(llm):
+        while engine.has_unfinished_requests():
+            answered.append(sum(output.finished for output in engine.step()))
+    return [count for count in answered if count]
+
+
+def test_a_complete_list_does_not_wait_for_others(engine):
+    assert engine.call(steps_of_two) == [1, 1]
 
 
 def assert_same_up_to_rounding(table: Any, other: Any) -> None:

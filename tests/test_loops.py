@@ -22,8 +22,8 @@ i64, u64 = types.int64, types.uint64
 counts, cells, bits = i64[::1], i64[:, ::1], types.uint8[::1]
 loops = {
     update._merge: (
-        place, i64, cells, i64, types.uint32[::1], types.boolean[::1], counts, types.uint32[::1],
-        *[i64] * 4, counts, types.uint16[::1], types.uint32[::1], types.uint32[::1],
+        place, i64, counts, cells, i64, types.uint32[::1], types.boolean[::1], counts, types.uint32[::1],
+        *[i64] * 5, counts, types.uint16[::1], types.uint32[::1], types.uint32[::1],
     ),
     levels._measure: (place, i64, *[counts] * 5),
     validate._in_order: (place, i64, counts, counts),

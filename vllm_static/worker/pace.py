@@ -77,9 +77,9 @@ class Pace:
             fixed, more = self._line(piece.kind)
             fits = max(bound - fixed, fixed) / (more * piece.each) if more else rows
             rows = rows if fits >= rows else max(1, int(fits) // ROWS * ROWS or int(fits))
-        run = self._run + (rows if piece.kind in ("pass", "graph") else 0)
-        spent = self._spent + self.ms(piece.kind, rows * piece.each)
-        too_many = self._run and run > self.rows and bound == np.inf
+        counted = rows if piece.kind in ("pass", "graph") else 0
+        run, spent = self._run + counted, self._spent + self.ms(piece.kind, rows * piece.each)
+        too_many = self._run and counted and run > self.rows and bound == np.inf
         if too_many or (self._pieces and spent > bound):
             return 0
         self._pieces, self._run, self._spent = self._pieces + 1, run, spent

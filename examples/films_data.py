@@ -37,7 +37,7 @@ def model_dir() -> Path:
             gguf = unfinished / "model.gguf"
             with gguf.open("wb") as target:
                 shutil.copyfileobj(source, target)
-        convert(gguf, unfinished)
+        _convert(gguf, unfinished)
         gguf.unlink()
         unfinished.rename(folder)
     return folder
@@ -116,7 +116,7 @@ def emptied(folder: Path) -> Path:
     return folder
 
 
-def convert(gguf: Path, folder: Path) -> None:
+def _convert(gguf: Path, folder: Path) -> None:
     """Write the model and tokenizer of a GGUF file into a folder, as vLLM wants them."""
     print(f"converting {folder.stem} to bfloat16 (once, about 20 s)", flush=True)
     # Imported here: torch and transformers take seconds, and are not needed once the model is there.

@@ -271,10 +271,9 @@ def by_graphs(
         return replay
 
     given = {"narrow": False, "graphs": list_graphs.ListGraphs(runner_of(llm), lists._first_block)}
-    rows_a_step = most_rows or lists.pace.rows
     with (
         mock.patch.multiple(lists, **given),
-        mock.patch.multiple(lists.pace, rows=rows_a_step),
+        mock.patch.object(lists.share, "rows", most_rows or lists.share.rows),
         mock.patch.object(list_graphs, "record", record),
     ):
         if boost is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
 from queue import SimpleQueue
@@ -33,8 +34,8 @@ from test_vllm_wide_lists import (
 from itemset.ranking.search import ordered
 from itemset.serving.wire import WIRE, ListResult, NoList
 from vllm_static.front.list_requests import RankingParams
-from vllm_static.worker.pace import KINDS as PIECES
-from vllm_static.worker.pace import Pace
+from vllm_static.worker.step_share import KINDS as PIECES
+from vllm_static.worker.step_share import StepShare
 
 ROWS = 8  # of a step, if it has more than one pass
 PREPARED = [None, force_asynchronous_scheduling]
@@ -52,20 +53,20 @@ def lists_of(llm: Any) -> Any:
 
 def in_one_step(llm: Any) -> Any:
     """In the engine's process, while this is entered: no step has had its rows before a list is complete."""
-    return mock.patch.multiple(lists_of(llm).pace, rows=10_000, timed=False)
+    return mock.patch.multiple(lists_of(llm).share, rows=10_000, timed=False)
 
 
 def by_time(llm: Any, rest: float = 4.0) -> Any:
     """In the engine's process, while this is entered: others were just there, and these are the measurements: of a row
     1 ms, of the rest of a step `rest` ms."""
-    pace = Pace(torch.device("cpu"), 10_000, timed=True)
+    share = StepShare(torch.device("cpu"), 10_000, timed=True)
     for kind in range(len(PIECES)):
-        pace.note(kind, 1, 1.0)
-    pace.note(len(PIECES), 1, rest)
-    pace.step(others=True)
+        share.note(kind, 1, 1.0)
+    share.note(len(PIECES), 1, rest)
+    share.step(others=True)
     stack = contextlib.ExitStack()
-    stack.enter_context(mock.patch.object(pace, "note"))  # nothing else is measured
-    stack.enter_context(mock.patch.object(lists_of(llm), "pace", pace))
+    stack.enter_context(mock.patch.object(share, "note"))  # nothing else is measured
+    stack.enter_context(mock.patch.object(lists_of(llm), "share", share))
     return stack
 
 
@@ -115,49 +116,44 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize("fixed", [False, True], ids=["narrow", "fixed"])
-@pytest.mark.parametrize("names", KINDS)
-def test_lists_of_several_steps_are_those_of_one(engine, names, fixed):
-    """Draws too; of both forms of passes."""
+def as_in_one_step(engine: Any, names: Any, fixed: bool, spread: Any) -> tuple[list[list[int]], list[list[int]]]:
+    """The rows of each pass of each step, of lists that several steps make and of the same in one step: their tables
+    are equal. spread: what of the engine's process is entered for the former."""
 
     def each(llm: Any) -> Any:
         patched = fixed_shapes(llm) if fixed else mock.patch.object(lists_of(llm), "narrow", True)
         with patched:
-            spread = made(llm, names, [31, 40])
+            with spread(llm):
+                several = made(llm, names, [31, 40])
             with in_one_step(llm):
-                return spread, made(llm, names, [31, 40]), left(llm)
+                return several, made(llm, names, [31, 40]), left(llm)
 
     (tables, rows), (others, at_once), remaining = engine.call(each)
-    assert all(len(passes) < 2 or sum(passes) <= ROWS for passes in rows)
-    assert len(at_once) < len(rows)
-    assert [*chain(*rows)] == [*chain(*at_once)]
     for table, other in zip(tables, others, strict=True):
         assert_same_up_to_rounding(table, other)
         assert ListResult.of_table(table).reason is None
     assert not any(remaining)
+    return rows, at_once
+
+
+@pytest.mark.parametrize("fixed", [False, True], ids=["narrow", "fixed"])
+@pytest.mark.parametrize("names", KINDS)
+def test_lists_of_several_steps_are_those_of_one(engine, names, fixed):
+    """Draws too; of both forms of passes."""
+    rows, at_once = as_in_one_step(engine, names, fixed, contextlib.nullcontext)
+    assert all(len(passes) < 2 or sum(passes) <= ROWS for passes in rows)
+    assert len(at_once) < len(rows)
+    assert [*chain(*rows)] == [*chain(*at_once)]
 
 
 @pytest.mark.parametrize("fixed", [False, True], ids=["narrow", "fixed"])
 @pytest.mark.parametrize("names", KINDS)
 def test_lists_whose_passes_are_cut_are_those_of_one_step(engine, names, fixed):
     """Rows of passes and of logits, in parts that others leave time for."""
-
-    def each(llm: Any) -> Any:
-        patched = fixed_shapes(llm) if fixed else mock.patch.object(lists_of(llm), "narrow", True)
-        with patched:
-            with by_time(llm, 1.0):
-                cut = made(llm, names, [31, 40])
-            with in_one_step(llm):
-                return cut, made(llm, names, [31, 40]), left(llm)
-
-    (tables, rows), (others, at_once), remaining = engine.call(each)
+    rows, at_once = as_in_one_step(engine, names, fixed, partial(by_time, rest=1.0))
     cut, whole = [*chain(*rows)], [*chain(*at_once)]
     assert len(cut) > len(whole)
     assert sum(cut) == sum(whole)
-    for table, other in zip(tables, others, strict=True):
-        assert_same_up_to_rounding(table, other)
-        assert ListResult.of_table(table).reason is None
-    assert not any(remaining)
 
 
 def between_steps(llm: Any, others: bool) -> tuple[list[int], int]:

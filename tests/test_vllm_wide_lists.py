@@ -837,10 +837,9 @@ def beside_drafts(llm: Any, rows: int | None) -> tuple[list[Item], list[float], 
     others: Any = [{"prompt_token_ids": prompt_of(length)} for length in (9, 40)]
     plain = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True, detokenize=False)
     accepted, answers = [metrics(llm)["vllm:spec_decode_num_accepted_tokens"]], list[tuple[int, ...]]()
-    pace = runner_of(llm).prompt_logprobs_worker.static_lists.pace
-    bound = {"rows": rows, "timed": False} if rows else {}
+    share = runner_of(llm).prompt_logprobs_worker.static_lists.share
     for more in ([], [{"prompt_token_ids": prompt_of(20)}]):
-        with mock.patch.multiple(pace, **bound) if bound else contextlib.nullcontext(), fixed_shapes(llm):
+        with mock.patch.multiple(share, rows=rows or share.rows, timed=rows is None), fixed_shapes(llm):
             given = [plain, plain, asked("fixed", 8, 8, renormalised=False)][: 2 + len(more)]
             outputs = llm.generate([*others, *more], given, use_tqdm=False)
         answers += [tuple(one.outputs[0].token_ids) for one in outputs[:2]]

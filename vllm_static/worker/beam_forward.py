@@ -24,7 +24,7 @@ from itemset.serving.wire import MOST_LOGITS
 from vllm_static.compat import logger
 from vllm_static.worker import beam_attention
 from vllm_static.worker.beam_kv import BeamKV, BeamMetadata, Prompt
-from vllm_static.worker.pace import Piece, Pieces
+from vllm_static.worker.step_share import Piece, Pieces
 
 
 def try_out(runner: Any, first_block: int) -> str | None:

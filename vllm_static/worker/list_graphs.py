@@ -18,8 +18,8 @@ from torch import Tensor
 from vllm_static.compat import logger
 from vllm_static.worker.beam_forward import result_of
 from vllm_static.worker.beam_kv import BeamKV, Prompt
-from vllm_static.worker.pace import Pieces
 from vllm_static.worker.passes import Asked
+from vllm_static.worker.step_share import Pieces
 
 MOST = 16  # kinds of lists that are known at a time: what was used longest ago makes room
 NEAR, SHARED = 0.1, 0.9  # distance of scores, and share of items, of two lists that only round otherwise

@@ -40,11 +40,11 @@ def install(worker: Any, room: Room) -> None:
 
 
 def go_on(worker: Any, wait: bool) -> bool:
-    """Let a worker's lists go on between two steps, if their pace is one of time, and return whether they can go on
+    """Let a worker's lists go on between two steps, if time is their bound, and return whether they can go on
     again. wait: for the device, too. Called by the engine core, as is the next."""
     runner = compat.runner_of(worker)
     lists = getattr(runner.prompt_logprobs_worker, _LISTS)
-    if runner.execute_model_state is not None or not lists.pace.timed:
+    if runner.execute_model_state is not None or not lists.share.timed:
         return False  # in a step passes would overwrite its buffers
     lists.go_on()
     if wait and runner.device.type != "cpu":

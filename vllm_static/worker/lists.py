@@ -26,8 +26,8 @@ from vllm_static.worker.beam_forward import kept_for_drafts, most_at_once, run_l
 from vllm_static.worker.beam_kv import BeamKV, Prompt, Room, entries_of_block
 from vllm_static.worker.list_graphs import ListGraphs
 from vllm_static.worker.masks import ItemSetProcessor
-from vllm_static.worker.pace import Pace, Piece, Pieces
 from vllm_static.worker.passes import Asked, Passes, columns_of, joined, states_at_ends, table_with_head
+from vllm_static.worker.step_share import Piece, Pieces, StepShare
 
 MOST_ROUNDS = 16  # of a list that is made here
 MOST_STEPS = 4  # full steps that a list may take, or twice as many tokens as `ranked_list_beams` has room for
@@ -71,7 +71,7 @@ class WideLists:
         group = ranks.cpu_group if ranks.world_size > 1 else None
         # With Ray, what runs between steps may run beside one.
         timed = given is None and runner.vllm_config.parallel_config.distributed_executor_backend != "ray"
-        self.pace = Pace(runner.device, given or runner.max_num_tokens, timed=timed, group=group)
+        self.share = StepShare(runner.device, given or runner.max_num_tokens, timed=timed, group=group)
         recorded = runner.device.type == "cuda" and compat.is_on(config.item_set_list_graphs, runner.device)
         recorded &= config.item_set_list_graphs == "on" or not runner.vllm_config.model_config.enforce_eager
         self.graphs = ListGraphs(runner, self._first_block) if recorded else None
@@ -116,7 +116,7 @@ class WideLists:
 
     def start_step(self) -> None:
         if self.asked or self.begun:
-            self.pace.start_step()
+            self.share.start_step()
 
     def answer(self, hidden_states: Tensor, batch: Any) -> dict[str, Tensor]:
         """Go on with the lists, and begin those whose prompts this step completes. Return each request's table, as
@@ -154,8 +154,8 @@ class WideLists:
         self._making += [Making(group, self._tokens(group), self._pieces_of(group)) for group in groups]
         others = bool(set(batch.idx_mapping_np.tolist()) - self.begun.keys() - asked)
         whole = self._freed or self._is_last_step(batch)
-        self.pace.step(others=others)
-        if self._making and (not others or not self.pace.timed or whole):
+        self.share.step(others=others)
+        if self._making and (not others or not self.share.timed or whole):
             with kept_for_drafts(self._runner):
                 self.go_on(whole=whole)
         for slot in self.begun.keys() & batch.idx_mapping_np.tolist():
@@ -185,18 +185,18 @@ class WideLists:
 
     @torch.inference_mode()
     def go_on(self, *, whole: bool = False) -> None:
-        """Run the next pieces of the lists that have begun, as far as their pace lets a step have them; or the whole.
+        """Run the next pieces of the lists that have begun, as far as their share lets a step have them; or the whole.
         The engine core calls it, too, when a step's tokens are on their way (`core.lists`)."""
         self._forget_ended()
         self._sets.arena.use([one.group[0].number for one in self._making])
-        self.pace.begin()
+        self.share.begin()
         while self._making:
             first = self._making[0]
             first.next = first.next or next(first.pieces)
-            if not (rows := first.next.rows if whole else self.pace.grant(first.next, first.tokens)):
+            if not (rows := first.next.rows if whole else self.share.grant(first.next, first.tokens)):
                 break
             try:
-                with self.pace.measured(first.next, rows):
+                with self.share.measured(first.next, rows):
                     first.next = first.pieces.send(rows)
             except StopIteration:
                 del self._making[0]
@@ -226,7 +226,7 @@ class WideLists:
         assert self.graphs is not None
         passes = self._passes(group[0])
         at_once = not self.narrow and passes.tokens <= min(self._most_logits, self._runner.max_num_tokens)
-        return at_once and self.graphs.takes(group, passes.rows, self.pace.rows)
+        return at_once and self.graphs.takes(group, passes.rows, self.share.rows)
 
     def _grouped(self, lists: Sequence[Asked]) -> Iterator[list[Asked]]:
         """Lists to be made together: alike, and no more than fit."""

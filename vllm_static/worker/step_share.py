@@ -34,8 +34,8 @@ class Piece(NamedTuple):
 Pieces = Generator[Piece, int, Tensor]  # yields each piece, and is sent how many of its rows to run
 
 
-class Pace:
-    """The pace of a worker's lists.
+class StepShare:
+    """The share of a worker's steps that lists have.
 
     rows: of passes in a part, where these are what is bounded: before anything is measured, and without other requests.
     timed: whether time is the bound beside these.
@@ -71,7 +71,9 @@ class Pace:
 
     def grant(self, piece: Piece, tokens: list[int]) -> int:
         """Return how many rows of a piece this step runs next; 0 if the piece waits. tokens: of its list's passes."""
-        bound = max(self._bound, sum(self.ms("pass", n) + self.ms("logits", n) for n in tokens) / MOST_STEPS)
+        lines = [self._line(kind) for kind in ("pass", "logits")]
+        whole = sum(fixed * len(tokens) + more * sum(tokens) for fixed, more in lines)  # ms of the list
+        bound = max(self._bound, whole / MOST_STEPS)
         rows = piece.rows
         if piece.kind in ("pass", "logits") and bound < np.inf:
             fixed, more = self._line(piece.kind)

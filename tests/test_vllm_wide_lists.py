@@ -641,7 +641,10 @@ def answered(llm: Any, requests: Requests, narrow: bool, because: str = "") -> t
     ]
     prompts = [{"prompt_token_ids": prompt_of(9)}] * len(params)
     before = Counter(head.steps)
-    with changed(llm, because) if because else contextlib.nullcontext() if narrow else off(llm):
+    # A grammar that a thread compiles may be ready only when the other answers have ended.
+    manager = llm.llm_engine.engine_core.engine_core.structured_output_manager
+    compiled_first = mock.patch.object(manager, "_use_async_grammar_compilation", False)
+    with compiled_first, changed(llm, because) if because else contextlib.nullcontext() if narrow else off(llm):
         outputs = llm.generate(prompts, params, use_tqdm=False)
     return [list(one.outputs[0].token_ids) for one in outputs], dict(head.steps - before)
 

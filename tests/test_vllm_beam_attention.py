@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections import Counter
 from pathlib import Path
@@ -32,6 +33,7 @@ from vllm_static.front.list_requests import RankingParams
 
 TRITON: dict[str, Any] = {"attention_config": {"backend": "TRITON_ATTN"}, "prepare": take_triton_attention}
 ON_GPU = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+FLASHINFER = pytest.mark.skipif(not importlib.util.find_spec("flashinfer"), reason="needs flashinfer-python")
 ON_CPU = pytest.mark.skipif(DEVICE != "cpu", reason="vLLM's attention for CPUs")
 
 
@@ -43,7 +45,11 @@ ON_CPU = pytest.mark.skipif(DEVICE != "cpu", reason="vLLM's attention for CPUs")
         ("TRITON_ATTN", torch.float32, 0.0, False, "auto"),
         ("TRITON_ATTN", torch.float32, 2.0, True, "auto"),
         ("TRITON_ATTN", torch.float32, 0.0, True, "fp8"),
+        ("TRITON_ATTN", torch.float32, 0.0, True, "fp8_e5m2"),  # which this backend keeps as e4m3
+        pytest.param("FLASHINFER", torch.float32, 0.0, False, "auto", marks=FLASHINFER),
+        pytest.param("FLASHINFER", torch.float32, 2.0, True, "fp8", marks=FLASHINFER),
         pytest.param("CPU_ATTN", torch.float32, 0.0, True, "auto", marks=ON_CPU),
+        pytest.param("CPU_ATTN", torch.float32, 2.0, True, "auto", marks=ON_CPU),
         pytest.param("CPU_ATTN", torch.bfloat16, 0.0, True, "auto", marks=ON_CPU),
     ],
 )
@@ -53,7 +59,9 @@ def test_attention_in_two_parts(backend: str, dtype: torch.dtype, cap: float, he
     assert beam_rows.largest_difference(backend, dtype, cap=cap, heads_first=heads_first, cache=cache) <= most
 
 
-@pytest.mark.parametrize("backend", ["TRITON_ATTN", pytest.param("CPU_ATTN", marks=ON_CPU)])
+@pytest.mark.parametrize(
+    "backend", ["TRITON_ATTN", pytest.param("CPU_ATTN", marks=ON_CPU), pytest.param("FLASHINFER", marks=FLASHINFER)]
+)
 @pytest.mark.parametrize("window", [None, 22, 40, 90])
 def test_windows_and_sinks(backend: str, window: int | None) -> None:
     """Rows have up to 21 tokens of their own, so that one of them sees a last token of its prompt in the first window.
@@ -130,22 +138,24 @@ def test_a_layer_launches_flash_attention_and_one_kernel_of_ours(monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("options", "reason"),
+    ("backend", "options", "reason"),
     [
-        ({}, None),
-        ({"logits_soft_cap": 30.0}, None),
-        ({"sliding_window": 64}, None),
-        ({"alibi_slopes": [0.5, 0.25, 0.125, 0.0625]}, "ALiBi"),
-        ({"sinks": torch.zeros(beam_rows.HEADS)}, None),
-        ({"kv_cache_dtype": "fp8"}, None),
-        ({"kv_cache_dtype": "fp8_e5m2"}, "a KV cache of fp8_e5m2"),
-        ({"kv_sharing_target_layer_name": "layers.0"}, "layers that share KV"),
+        ("TRITON_ATTN", {}, None),
+        ("TRITON_ATTN", {"logits_soft_cap": 30.0}, None),
+        ("TRITON_ATTN", {"sliding_window": 64}, None),
+        ("TRITON_ATTN", {"alibi_slopes": [0.5, 0.25, 0.125, 0.0625]}, "ALiBi"),
+        ("TRITON_ATTN", {"sinks": torch.zeros(beam_rows.HEADS)}, None),
+        ("TRITON_ATTN", {"kv_cache_dtype": "fp8"}, None),
+        ("TRITON_ATTN", {"kv_cache_dtype": "fp8_e5m2"}, None),
+        ("TRITON_ATTN", {"kv_sharing_target_layer_name": "layers.0"}, "layers that share KV"),
+        pytest.param("FLASHINFER", {"kv_cache_dtype": "fp8"}, None, marks=FLASHINFER),
+        pytest.param("FLASHINFER", {"kv_cache_dtype": "fp8_e5m2"}, "a KV cache of fp8_e5m2", marks=FLASHINFER),
     ],
 )
-def test_what_two_parts_cannot_do(options: dict[str, Any], reason: str | None) -> None:
+def test_what_two_parts_cannot_do(backend: str, options: dict[str, Any], reason: str | None) -> None:
     from vllm_static.worker.beam_attention import why_not
 
-    why = why_not(beam_rows.implementation("TRITON_ATTN", **options))
+    why = why_not(beam_rows.implementation(backend, **options))
     assert why == reason if reason is None else str(why).startswith(reason)
 
 

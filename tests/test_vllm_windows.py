@@ -1,4 +1,5 @@
-"""Ranked lists inside steps of models with sliding windows, with layers of both kinds, and with attention sinks."""
+"""Ranked lists inside steps of models with sliding windows, with layers of both kinds, with soft caps of scores, and with attention
+sinks."""
 
 from __future__ import annotations
 
@@ -33,6 +34,9 @@ def config_of(kind: str) -> Any:
     if kind == "gemma3":  # three groups, the last of a layer and of nothing
         kinds = [SLIDING, SLIDING, SLIDING, FULL, FULL]
         return transformers.Gemma3TextConfig(num_hidden_layers=5, layer_types=kinds, query_pre_attn_scalar=32, **given)
+    if kind == "gemma2":
+        soft = {"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 32}
+        return transformers.Gemma2Config(num_hidden_layers=2, layer_types=[SLIDING, FULL], **soft, **given)
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
     return transformers.GptOssConfig(num_hidden_layers=2, layer_types=[SLIDING, FULL], **experts, **given)
 
@@ -60,7 +64,7 @@ def groups(llm: Any) -> int:
 
 CASES = [
     ("mistral", {}, 1), ("gemma3", {}, 3), ("gemma3", ONE_GROUP, 1), ("gemma3", TRITON, 3),
-    ("gpt_oss", {}, 2), ("gpt_oss", TRITON, 2),
+    ("gemma2", {}, 2), ("gpt_oss", {}, 2), ("gpt_oss", TRITON, 2),
 ]  # fmt: skip
 
 

@@ -232,6 +232,7 @@ _MENDS = {  # by what the reason says why lists take rounds, what makes them in 
     "layers of ": "--attention-backend FLASH_ATTN or TRITON_ATTN, if the model allows it",
     "heads of 256": "--attention-backend TRITON_ATTN",
     "a KV cache of 8 bits": "ranked_list_beams, how many to keep room for, tries it; else --kv-cache-dtype auto",
+    "FlashInfer": "--attention-backend FLASH_ATTN; or ranked_list_beams, how many to keep room for, tries it",
     "on no GPU yet": "ranked_list_beams, how many to keep room for, tries it",
     "a KV cache of ": "--kv-cache-dtype auto",
     "VLLM_BATCH_INVARIANT": "unset it",

@@ -22,7 +22,7 @@ from vllm_static.worker.beam_kv import BeamMetadata
 SEGMENTS = 8  # in which programs of Triton's kernel go through a prompt, if there are few queries
 MANY = 1 << 13  # queries times heads: this many fill a GPU with programs as they are
 TOLERANCE = 0.05  # of an attention of numbers around 1: what 16 bits may make of another order of adding
-FP8 = ("fp8", "fp8_e4m3")  # types of a KV cache whose prompts the engine's kernels read with its scales
+FP8 = ("fp8", "fp8_e4m3", "fp8_e5m2")  # types of a KV cache whose prompts the engine's kernels read with its scales
 FP8_TOLERANCE = 0.25  # where kernels round probabilities to 8 bits
 
 
@@ -50,7 +50,7 @@ def install(runner: Any) -> str | None:
         if fp8 and max(layer._q_scale.numel(), layer._k_scale.numel(), layer._v_scale.numel()) > 1:
             raise NotImplementedError("a KV cache with a scale for each head")
         most = FP8_TOLERANCE if fp8 else TOLERANCE
-        for segments in (SEGMENTS, 1) if type(layer.impl).__name__ == "TritonAttentionImpl" else (0,):
+        for segments in (SEGMENTS, 1) if _PROMPT[type(layer.impl).__name__] is _by_triton else (0,):
             if not largest_difference(layer, runner.dtype, segments) <= most:  # nor if it is not a number
                 return f"attention that reads prompts once for all beams gives other numbers: {type(layer.impl)}"
         layer.impl.forward = _with_beams(layer.impl)
@@ -61,6 +61,7 @@ def _untried(runner: Any, impls: list[Any]) -> str | None:
     """Return with what this has run on no GPU yet, None if `ranked_list_beams` asks for it all the same."""
     untried = {
         "a KV cache of 8 bits": any(impl.kv_cache_dtype in FP8 for impl in impls),
+        "FlashInfer": any(type(impl).__name__ == "FlashInferImpl" for impl in impls),
         "sliding windows": any(map(window_of, impls)),
         "attention sinks": any(impl.sinks is not None for impl in impls),
     }
@@ -93,14 +94,13 @@ def why_not(impl: Any) -> str | None:
     name = type(impl).__name__
     if name not in _PROMPT:
         return f"layers of {name}"
-    on_cpu = name == "CPUAttentionBackendImpl"
-    types = ("auto", "float16", "bfloat16", *(() if on_cpu else FP8))
+    of_8_bits = {"CPUAttentionBackendImpl": (), "TritonAttentionImpl": FP8}  # whose e5m2 is e4m3
+    types = ("auto", "float16", "bfloat16", *of_8_bits.get(name, FP8[:2]))
     reasons = {
         "ALiBi, which goes by the distance of query and key": impl.alibi_slopes is not None,
         f"a KV cache of {impl.kv_cache_dtype}": impl.kv_cache_dtype not in types,
-        "attention that is not a decoder's": impl.attn_type != "decoder",
+        "attention that is not a decoder's": getattr(impl, "attn_type", "decoder") != "decoder",
         "layers that share KV": impl.kv_sharing_target_layer_name is not None,
-        "a soft cap of scores on a CPU": on_cpu and bool(impl.logits_soft_cap),
         "FlashAttention's kernel for heads of 256": getattr(impl, "fa4_hd256", False),
         "an unknown version of FlashAttention": getattr(impl, "vllm_flash_attn_version", 0) is None,
     }
@@ -223,8 +223,9 @@ def _by_flash(layer: Any, query: Tensor, kv_cache: Tensor, beams: BeamMetadata, 
 
 def _by_triton(layer: Any, query: Tensor, kv_cache: Tensor, beams: BeamMetadata, output: Tensor) -> Tensor:
     """Return the same, as in `TritonAttentionImpl.forward`. The kernel that goes through the keys in segments leaves
-    the largest score of each, and the sum of exponentials."""
+    the largest score of each, and the sum of exponentials. It reads FlashInfer's cache too, which is laid out alike."""
     from vllm.v1.attention.ops.triton_unified_attention import unified_attention
+    from vllm.v1.kv_cache_interface import get_kv_quant_mode
 
     keys, values = _keys_and_values(kv_cache, layer.impl, beams)
     sums, largest, exponentials = _segments(query, beams)
@@ -239,7 +240,7 @@ def _by_triton(layer: Any, query: Tensor, kv_cache: Tensor, beams: BeamMetadata,
         q_descale=None if query.dtype == output.dtype else layer._q_scale,
         k_descale=layer._k_scale,
         v_descale=layer._v_scale,
-        kv_quant_mode=layer.impl._kv_quant_mode,
+        kv_quant_mode=get_kv_quant_mode(layer.impl.kv_cache_dtype),
         seq_threshold_3D=len(beams.lengths),
         num_par_softmax_segments=largest.shape[-1],
         softmax_segm_output=sums,
@@ -262,7 +263,7 @@ def _keys_and_values(kv_cache: Tensor, impl: Any, beams: BeamMetadata) -> tuple[
 def _of_prompts(impl: Any, beams: BeamMetadata) -> dict[str, Any]:
     """Arguments that both kernels call alike."""
     lengths = {"cu_seqlens_q": beams.starts, "seqused_k": beams.lengths, "max_seqlen_k": beams.most_keys}
-    options = {"softmax_scale": impl.scale, "softcap": impl.logits_soft_cap, "causal": False}
+    options = {"softmax_scale": impl.scale, "softcap": impl.logits_soft_cap or 0.0, "causal": False}
     return {**lengths, **options, "block_table": beams.copied[2] if beams.seen else beams.tables}
 
 
@@ -283,8 +284,8 @@ def _segments(query: Tensor, beams: BeamMetadata) -> tuple[Tensor, ...]:
 
 
 def _on_cpu(layer: Any, query: Tensor, kv_cache: Tensor, beams: BeamMetadata, output: Tensor) -> Tensor:
-    """Return the same by PyTorch's own kernel, over a copy of a prompt's KV: vLLM's packs tokens as its instructions
-    like them, and keeps the log-sum-exp to itself."""
+    """Return the same by PyTorch's own kernel, which knows no soft cap, over a copy of a prompt's KV: vLLM's packs
+    tokens as its instructions like them, and keeps the log-sum-exp to itself."""
     (_, heads, size), (_, kv_heads, block, _) = query.shape, kv_cache.shape
     if (layouts := getattr(layer.impl, _LAYOUTS, None)) is None:
         setattr(layer.impl, _LAYOUTS, layouts := _cpu_layouts(layer, query.dtype, block))
@@ -293,9 +294,14 @@ def _on_cpu(layer: Any, query: Tensor, kv_cache: Tensor, beams: BeamMetadata, ou
         read = kv_cache.flatten(2).index_select(0, table[: -(-tokens // block)])  # along another axis it copies all
         keys, values = (_unpacked(read, i, *layout)[:, :tokens][:, -beams.seen :] for i, layout in enumerate(layouts))
         asked = query[start:end].unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)  # [KV heads, group, queries, size]
-        found, found_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            asked.flatten(1, 2)[None], keys[None], values[None], scale=layer.impl.scale
-        )
+        asked, cap = asked.flatten(1, 2)[None], layer.impl.logits_soft_cap
+        if cap:
+            scores = cap * torch.tanh(asked.float() @ keys.float().mT * (layer.impl.scale / cap))
+            found, found_sums = scores.softmax(-1) @ values.float(), scores.logsumexp(-1)
+        else:
+            found, found_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                asked, keys[None], values[None], scale=layer.impl.scale
+            )
         outputs.append(found[0].unflatten(1, (-1, end - start)).permute(2, 0, 1, 3).reshape(end - start, heads, size))
         sums.append(found_sums.reshape(heads, end - start))
     output.copy_(torch.cat(outputs))
@@ -335,7 +341,12 @@ def _cpu_layouts(layer: Any, dtype: torch.dtype, block: int) -> list[tuple[tuple
     return layouts
 
 
-_PROMPT = {"FlashAttentionImpl": _by_flash, "TritonAttentionImpl": _by_triton, "CPUAttentionBackendImpl": _on_cpu}
+_PROMPT = {
+    "FlashAttentionImpl": _by_flash,
+    "TritonAttentionImpl": _by_triton,
+    "FlashInferImpl": _by_triton,
+    "CPUAttentionBackendImpl": _on_cpu,
+}
 
 
 @torch.inference_mode()

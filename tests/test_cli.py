@@ -358,6 +358,22 @@ def test_serve_composes_the_engines_command(engine, monkeypatch):
         serve.command_of(cli.parse(["serve", "a.csv", "--model", "m", "--engine", other]), [])
 
 
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [("none.csv", "no file none.csv: check the path"), ("x=none", "no file none: check the path"),
+     ("none.itemset", "no file none.itemset"), ("two.csv", "two.csv has the columns 'a', 'b'"),
+     ("two.csv?colum=a", "two.csv?colum=a has options other than column")],
+)  # fmt: skip
+def test_serve_judges_a_file_before_the_engine_begins(source, message, monkeypatch, tmp_path, capsys):
+    from itemset.cli import serve
+
+    monkeypatch.setattr(serve, "find_spec", lambda name: name == "vllm" or None)
+    monkeypatch.setattr(serve.subprocess, "Popen", None)
+    monkeypatch.chdir(tmp_path)
+    Path("two.csv").write_text("a,b\nx,y\n")
+    assert message in refused(capsys, "serve", source, "--model", "m")
+
+
 def test_bench_says_what_is_wrong(sids, tokenizers, tmp_path, capsys):
     (tmp_path / "users.jsonl").write_text('{"prompt": "p"}\n\n{"prompts": 7}\n')
     words = ["bench", "--url", "http://localhost:9/v1", "--set", sids, "--tokenizer", tokenizers[0]]

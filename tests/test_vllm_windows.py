@@ -1,4 +1,4 @@
-"""Ranked lists inside steps of models with sliding windows, with layers of both kinds, with soft caps of scores, and with attention
+"""Ranked lists inside steps of models with sliding windows, with layers of both kinds, soft caps, and attention
 sinks."""
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def begin(folder: str, model: str, logger: logging.Logger) -> None:
         with path.open("wb", buffering=0) as file:  # a full disk is seen when it is written to
             file.write(b"\n")
             file.truncate(0)
-        to_file = RotatingFileHandler(path, "a", SIZE, FILES - 1, "utf-8")
+        to_file = _File(path, "a", SIZE, FILES - 1, "utf-8")
     except OSError as error:
         message = f"item_set_audit_log: no line can be written into {folder!r} ({error}): name a folder with room"
         raise ItemSetError(f"{message} that this user may write to") from error
@@ -50,6 +50,15 @@ def begin(folder: str, model: str, logger: logging.Logger) -> None:
     listener.enqueue_sentinel = partial(waiting.put, None, timeout=10)  # type: ignore[method-assign]
     listener.start()
     atexit.register(listener.stop)
+
+
+class _File(RotatingFileHandler):
+    """Begins a new file where somebody has moved or deleted the last one."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not os.path.exists(self.baseFilename):
+            self.close()
+        super().emit(record)
 
 
 def answered(request_id: str, adapter: str | None, of: Any, told: Mapping[str, Any]) -> None:

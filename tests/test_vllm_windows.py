@@ -74,10 +74,12 @@ def test_lists_are_those_of_rounds(engines, static, kind, options, count):
     room = {"kv_cache_memory_bytes": 256 << 20}
     engine = engines("v2", model_of(kind), **given(static, ranked_list_beams=160), **room, **options)
     assert engine.call(groups) == count
-    for name, width, k, renormalised in (("ragged", 9, 5, False), ("fixed", 16, 10, True)):
-        expected = [engine.call(by_rounds, name, width, k, renormalised, length) for length in LENGTHS]
+    interpreted = options is TRITON  # which takes half a minute for each list of five
+    lengths = LENGTHS[::2] if interpreted else LENGTHS
+    for name, width, k, renormalised in (("ragged", 9, 5, False), ("fixed", 16, 10, True))[: 1 if interpreted else 2]:
+        expected = [engine.call(by_rounds, name, width, k, renormalised, length) for length in lengths]
         for form in (inside, as_accelerators):
-            for found, one in zip(engine.call(form, name, width, k, renormalised, LENGTHS), expected, strict=True):
+            for found, one in zip(engine.call(form, name, width, k, renormalised, lengths), expected, strict=True):
                 same(found, one)
                 assert found
     assert engine.call(rounds, 75)[:2] == (4, {})  # nothing is read back

@@ -171,7 +171,8 @@ def test_races_in_beams_are_those_of_the_rounds(items: Any, kernels: str, data: 
 
 def test_what_cannot_be_boosted_is_refused() -> None:
     times = pa.array([1_700_000_000_123_456_789, None], pa.timestamp("ns"))
-    columns = {"name": ["a", "b"], "big": [2**60 + 1, 3], "made": times, "price": [2.5, 9.0]}
+    logs = {"log": [-np.inf, -3.0], "tall": [np.inf, 0.0]}
+    columns = {"name": ["a", "b"], "big": [2**60 + 1, 3], "made": times, "price": [2.5, 9.0], **logs}
     built = itemset.build([[1], [2]], keys=[7, 8], attributes=columns)
     for boost, message in (
         ({"pirce": 1.0}, "there is no attribute 'pirce': the set has"),
@@ -179,6 +180,9 @@ def test_what_cannot_be_boosted_is_refused() -> None:
         ({"name": 1.0}, r"'name' \(string\) is no number, date or bool"),
         ({"price": True}, "the weight of 'price' is True: give a number"),
         ({"price": 10**400}, "the weight of 'price' is"),
+        ({"log": 1.0}, r"changes a score by up to 3\.403e\+38"),
+        ({"log": 1.0, "tall": 1.0}, "changes a score by up to"),
+        ({"log": 1e39, "price": 1e-3}, "changes a score by up to"),
         ({"price": 1e6}, r"changes a score by up to 9e\+06, the limit is 1,000"),
     ):
         with pytest.raises(itemset.ItemSetError, match=message):

@@ -166,6 +166,7 @@ def boosted(base: ItemSet, boost: Mapping[str, float], keyed: Placed) -> ItemSet
     sums, starts, whole = of_keys(base, boost), base.key_starts, base.whole
     places, added = keyed
     sums[places] += added
+    np.fmax(sums, np.finfo(np.float32).min, out=sums)  # -inf is for what does not pass: `check_size` refuses this
     if base._keys.test is not None:
         sums[~base._keys.passes(np.arange(len(sums)))] = -np.inf
     values = sums if starts is None else np.maximum.reduceat(sums, starts[:-1].astype(np.int64))

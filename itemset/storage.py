@@ -182,7 +182,9 @@ def _system(uri: str) -> tuple[Any, str]:
     try:
         system, inside = fs.FileSystem.from_uri(uri)
     except pa.ArrowInvalid:  # none of pyarrow's own
-        return fsspec.core.url_to_fs(uri)
+        system, inside = fsspec.core.url_to_fs(uri)
+        system.invalidate_cache()  # fsspec shares it, and some keep what a folder held when it was first asked for
+        return system, inside
     return ArrowFSWrapper(system, skip_instance_cache=True), inside
 
 

@@ -8,11 +8,15 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import fsspec  # type: ignore[import-untyped]
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]
+from fsspec.spec import AbstractFileSystem  # type: ignore[import-untyped]
 from stores import S3, web_server
 
 import itemset
@@ -196,6 +200,38 @@ def test_an_object_that_changes_meanwhile(s3: S3) -> None:
     s3.put("changing.jsonl", jsonl(slice(0, 900)))
     with pytest.raises(ItemSetError, match=f"{uri} "):
         list(reading)
+
+
+class Listed(MemoryFileSystem):  # type: ignore[misc]
+    """Keeps listings, as hf:// does."""
+
+    protocol = "listed"
+    info = AbstractFileSystem.info
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return str(super()._strip_protocol(path.removeprefix("listed://")))
+
+    def ls(self, path: str, detail: bool = True, **more: Any) -> Any:
+        path = self._strip_protocol(path)
+        self.dircache[path] = found = self.dircache.get(path) or super().ls(path, detail=True)
+        return found if detail else [one["name"] for one in found]
+
+    def invalidate_cache(self, path: str | None = None) -> None:
+        self.dircache.clear()
+
+
+def test_a_file_system_that_keeps_listings_is_asked_anew() -> None:
+    fsspec.register_implementation("listed", Listed, clobber=True)
+    files = fsspec.filesystem("memory")
+    files.pipe("/top/in/0.txt", b"a\nb\n")
+    assert sources.read("listed://top/in").texts == ["a", "b"]
+    (before,) = storage.files_at("listed://top/in")
+    files.pipe("/top/in/0.txt", b"a\nb\nc\n")
+    files.pipe("/top/in/1.txt", b"d\n")
+    assert sources.read("listed://top/in").texts == ["a", "b", "c", "d"]
+    with pytest.raises(ItemSetError, match="was changed while it was read"):
+        before.check_unchanged()
 
 
 def test_a_damaged_index_in_the_store_is_not_served(s3: S3, tmp_path: Path) -> None:

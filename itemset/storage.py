@@ -110,12 +110,16 @@ def fetched(path: PathLike) -> BinaryIO:
 
 
 @contextmanager
-def locked(path: PathLike, how: int = fcntl.LOCK_EX, mode: int = 0o666) -> Iterator[None]:
-    """Lock a file, made if missing, for the block or until the process ends. how, and OSErrors: of `fcntl.flock`."""
+def locked(path: PathLike, how: int = fcntl.LOCK_EX, mode: int = 0o666, *, must: bool = True) -> Iterator[int]:
+    """Lock a file, made if missing, for the block or until the process ends, and yield its descriptor.
+
+    how, and OSErrors: of `fcntl.flock`. must: False to go on without on a file system that has no locks.
+    """
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, mode)
         try:
-            fcntl.flock(descriptor, how)
+            with suppress(*() if must else (OSError,)):
+                fcntl.flock(descriptor, how)
             with suppress(FileNotFoundError):  # else it was deleted meanwhile, and others lock a new one
                 if os.path.samestat(os.fstat(descriptor), os.stat(path)):
                     break
@@ -124,7 +128,7 @@ def locked(path: PathLike, how: int = fcntl.LOCK_EX, mode: int = 0o666) -> Itera
             raise
         os.close(descriptor)
     try:
-        yield
+        yield descriptor
     finally:
         os.close(descriptor)
 
@@ -143,13 +147,20 @@ def incomplete(path: Path, mode: int) -> Iterator[int]:
 
 
 def write_whole(path: Path, temporary: Path, mode: int, pieces: Iterable["Buffer"]) -> None:
-    """Write a file under a temporary name, and give it its own once it is on the disk. Raises OSError."""
-    with incomplete(temporary, mode) as descriptor:
-        with open(descriptor, "wb", closefd=False) as file:
-            file.writelines(pieces)
-        os.fsync(descriptor)
-        temporary.replace(path)
-    os.close(descriptor)
+    """Write a file under a temporary name, and give it its own once it is on the disk. Raises OSError.
+
+    Another process that writes the same file waits meanwhile.
+    """
+    with locked(temporary, mode=mode, must=False) as descriptor:
+        try:
+            os.ftruncate(descriptor, 0)  # a killed process left it
+            with open(descriptor, "wb", closefd=False) as file:
+                file.writelines(pieces)
+            os.fsync(descriptor)
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
 
 
 @contextmanager

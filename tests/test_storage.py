@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -200,6 +201,30 @@ def test_an_object_that_changes_meanwhile(s3: S3) -> None:
     s3.put("changing.jsonl", jsonl(slice(0, 900)))
     with pytest.raises(ItemSetError, match=f"{uri} "):
         list(reading)
+
+
+def test_who_writes_a_file_waits_for_another_that_does(tmp_path: Path) -> None:
+    path, begun, seen = tmp_path / "a", threading.Event(), threading.Event()
+
+    def second() -> Iterator[bytes]:
+        begun.set()
+        yield b"sec"
+        assert seen.wait(60)
+        yield b"ond"
+
+    other = threading.Thread(target=storage.write_whole, args=(path, tmp_path / "b", 0o644, second()))
+
+    def first() -> Iterator[bytes]:
+        yield b"first"
+        other.start()
+        assert not begun.wait(0.5)
+
+    storage.write_whole(path, tmp_path / "b", 0o644, first())
+    assert path.read_bytes() == b"first"
+    seen.set()
+    other.join()
+    assert path.read_bytes() == b"second"
+    assert os.listdir(tmp_path) == ["a"]
 
 
 class Listed(MemoryFileSystem):  # type: ignore[misc]

@@ -221,6 +221,22 @@ def test_ten_thousand_exclusions_take_no_memory_beyond_the_list() -> None:
         assert len(seen) == len(whole) - len(set(map(tuple, gone)))
 
 
+@pytest.mark.parametrize("as_key", [int, str])
+def test_a_key_of_most_items_is_found_in_one_step_an_item(as_key: Any) -> None:
+    """With a step for each pair of them, this would take minutes."""
+    items = np.arange(600_000).reshape(-1, 2)
+    owners = [as_key(i % 100 if i % 3 == 0 else 7) for i in range(len(items))]
+    whole = itemset.build(items, keys=owners)
+    places = np.flatnonzero([key == as_key(7) for key in owners])
+    found = whole._keys.places_of([as_key(7), as_key(1_000), as_key(7)])
+    assert np.array_equal(found, places)
+    assert np.array_equal(whole._keys.places_of([as_key(9)]), np.arange(9, len(items), 300))
+    assert (
+        itemset.view(whole, exclude_keys=[as_key(7)]).items()
+        == items[np.delete(np.arange(len(items)), places)].tolist()
+    )
+
+
 def test_a_view_that_came_with_a_request_reads_nothing_of_the_whole_set():
     """A worker opens it between two steps: what only a front end asks for would be read off all tables there."""
     index = itemset.view(_tagged(), {"n": {"$gt": 1}}).to_bytes()

@@ -67,21 +67,24 @@ class Keys:
 
     def places_of(self, given: KeyList) -> NDArray[np.int64]:
         """Return every place of these keys, ascending. Raises ItemSetError for what is no list of their type."""
-        values = _as_keys_of(self.values, given)
+        values = pc.unique(_as_keys_of(self.values, given))
         if not len(values):
             return np.zeros(0, np.int64)
-        found = _find(*_addresses(self.values), self._index, *_addresses(values), len(values))
-        places = np.unique(np.array(found, np.int64))
+        found = _find(*_addresses(self.values), len(self.values), self._index, *_addresses(values), len(values))
+        places = np.sort(np.array(found, np.int64))
         return places[self.passes(places)]
 
     @functools.cached_property
     def _index(self) -> NDArray[np.uint32]:
-        """Return a hash table that finds keys, of 6 to 11 bytes a key. Making it takes 0.1 s for a million, once."""
+        """Return a hash table that finds keys, of 10 to 15 bytes a key. Making it takes 0.1 s for a million, once.
+
+        Of each key, a slot has the last place plus one; after the slots, each place has so the one before, else 0.
+        """
         if self.base is not None:
             return self.base._index
-        slots = np.zeros(1 << max(3, (len(self.values) * 4 // 3).bit_length()), np.uint32)
-        _insert(*_addresses(self.values), len(self.values), slots)
-        return slots
+        index = np.zeros((1 << max(3, (len(self.values) * 4 // 3).bit_length())) + len(self.values), np.uint32)
+        _insert(*_addresses(self.values), len(self.values), index)
+        return index
 
     def gone(self, removed: KeyList, *, missing_ok: bool) -> NDArray[np.bool_]:
         """Return which places hold a key that is removed.
@@ -271,27 +274,33 @@ def _addresses(keys: pa.Array) -> tuple[int, int]:
 
 
 @compiled
-def _insert(numbers, text, count, slots):  # type: ignore[no-untyped-def]
-    mask = np.uint64(len(slots) - 1)
+def _insert(numbers, text, count, index):  # type: ignore[no-untyped-def]
     for i in range(count):
-        at = _hash(numbers, text, i) & mask
-        while slots[at]:
-            at = (at + np.uint64(1)) & mask
-        slots[at] = i + 1
+        at = _slot(numbers, text, count, index, numbers, text, i)
+        if index[at]:
+            index[len(index) - count + i] = index[at]
+        index[at] = i + 1
 
 
 @compiled
-def _find(numbers, text, slots, given, given_text, count):  # type: ignore[no-untyped-def]
-    mask = np.uint64(len(slots) - 1)
+def _find(numbers, text, count, index, given, given_text, wanted):  # type: ignore[no-untyped-def]
     places = [np.int64(0) for _ in range(0)]
-    for i in range(count):
-        at = _hash(given, given_text, i) & mask
-        while slots[at]:  # a key may be there several times, one after another
-            place = np.int64(slots[at]) - 1
-            if _equal(numbers, text, place, given, given_text, i):
-                places.append(place)
-            at = (at + np.uint64(1)) & mask
+    for i in range(wanted):
+        after = np.int64(index[_slot(numbers, text, count, index, given, given_text, i)])
+        while after:
+            places.append(after - 1)
+            after = np.int64(index[len(index) - count + after - 1])
     return places
+
+
+@compiled
+def _slot(numbers, text, count, index, given, given_text, i):  # type: ignore[no-untyped-def]
+    """Return the slot of given key i, an empty one if it is not there."""
+    mask = np.uint64(len(index) - count - 1)
+    at = _hash(given, given_text, i) & mask
+    while index[at] and not _equal(numbers, text, np.int64(index[at]) - 1, given, given_text, i):
+        at = (at + np.uint64(1)) & mask
+    return at
 
 
 @compiled

@@ -263,6 +263,11 @@ def test_the_command_with_token_ids_and_attributes(capsys, sids, tmp_path):  # n
     assert "key" in refused(capsys, "update", tmp_path / "old.itemset", "--remove", table, *options[2:], "-o", "x")
     parquet.write_table(pa.table({"key": pa.array([1.5])}), other)
     assert "key" in refused(capsys, "update", tmp_path / "old.itemset", "--remove", other, *options[2:], "-o", "x")
+    new.write_text(f'{extra}\n{{"ids": [1, 5], "key": "12"}}')
+    update = ["update", tmp_path / "old.itemset", "--add", new, *options, "-o", tmp_path / "out"]
+    assert "keys in column 'key' are those of different items (1), such as '12' of '[1, 4]'" in refused(capsys, *update)
+    run(capsys, *update, "--keys-repeat")
+    assert itemset.load(tmp_path / "out").keys.to_pylist().count("12") == 2
     new.write_text('{"ids": [1, 4], "key": "c", "year": "late"}')
     said = refused(capsys, "update", tmp_path / "old.itemset", "--add", new, *options, "-o", tmp_path / "out")
     assert "attribute 'year' holds int64 in the set, which the new items' large_string does not fit" in said

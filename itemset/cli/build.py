@@ -198,6 +198,8 @@ def update(args: argparse.Namespace) -> None:
             "attributes": source.attributes if names else None,
         }
     after = before.updated(remove=_keys_as_in(before, removed, args.remove), missing_ok=args.missing_ok, **new)
+    if args.add and not args.keys_repeat:
+        refuse_repeated(args.add, args.key, after, new["tokenizer"], output.parent)
     after.save(output)
     added = len(source)  # of the keys, for an item may have several: one that is removed and added is both
     changed = f"{len(before.keys) + added - len(after.keys):,} keys removed, {added:,} added"

@@ -32,10 +32,10 @@ def publish_source(
         with scratch_folder(folder) as scratch:
             s = build_external(source, before=before, memory=memory, folder=scratch, progress=progress, **how)
             if not keys_repeat:
-                refuse_repeated(source, how.get("key"), s, how.get("tokenizer"), scratch)
+                refuse_repeated(source, how.get("key"), s, how.get("tokenizer"), memory, scratch)
             s.save(scratch / "index")
             by_key = bool(how.get("key") or how.get("keep_text"))
-            said = None if before is None else changes(before, s, by_key=by_key, folder=scratch)
+            said = None if before is None else changes(before, s, by_key=by_key, memory=memory, folder=scratch)
             return publish(scratch / "index", folder, keep=keep), said
     except OSError as error:
         raise ItemSetError(

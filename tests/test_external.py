@@ -28,6 +28,7 @@ import itemset
 from itemset import ItemSetError, build_external, cli, published
 from itemset.building import external, progress, readers, sources
 from itemset.building.external import available_memory
+from itemset.building.key_rows import changes, refuse_repeated
 from itemset.building.progress import build_bar
 from itemset.building.scratch import Zeros, scratch_folder
 from itemset.cli import options
@@ -294,6 +295,11 @@ def test_without_room_the_mend_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     with monkeypatch.context() as patch:
         patch.setattr(external, "MIN_MEMORY", 1 << 20)
         assert re.search("cannot be sorted .*give more memory or disk", refusal(path, memory=0))
+        many = itemset.build(np.arange(400_000).reshape(-1, 1))
+        with pytest.raises(itemset.ItemSetError, match=r"^the keys of both sets cannot be sorted .*give more memory"):
+            changes(many, many, memory=0)
+        with pytest.raises(itemset.ItemSetError, match=r"^a.npy: keys in column 'k' cannot be sorted .*give more mem"):
+            refuse_repeated("a.npy", "k", many, None, 0, tmp_path)
     with monkeypatch.context() as patch:
         full = OSError(28, os.strerror(28))
         patch.setattr(external.Spool, "append", lambda self, numbers: (_ for _ in ()).throw(full))

@@ -9,7 +9,7 @@ import os
 import tempfile
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import closing, nullcontext, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
@@ -148,11 +148,8 @@ def _store(
 
 def _sorted(stored: Stored, memory: int, folder: Path, progress: Progress) -> _Sorted:
     """Sort in a thread of its own: Ctrl-C, which reaches the main thread alone, would look like a failure to DuckDB."""
-    import duckdb  # which other commands need not wait for
-
-    config = {"memory_limit": f"{max(memory - _OVERHEAD, MIN_MEMORY) >> 20}MiB", "temp_directory": str(folder)}
     try:
-        with duckdb.connect(config=config) as connection, ThreadPoolExecutor(1) as pool:
+        with database(stored.path, memory, folder) as connection, ThreadPoolExecutor(1) as pool:
             pool.submit(int).result()  # Ctrl-C while a thread starts leaves it out of those that the pool waits for
             future = pool.submit(lambda: _merge(stored, _sort(stored, connection, progress), folder))
             try:
@@ -163,10 +160,27 @@ def _sorted(stored: Stored, memory: int, folder: Path, progress: Progress) -> _S
                         connection.interrupt()
                     wait([future], 0.1)
                 raise
-    except duckdb.Error as error:
+    except ItemSetError:
         stored.check_unchanged()
+        raise
+
+
+@contextmanager
+def database(what: object, memory: int | None, folder: PathLike | None) -> Iterator[Any]:
+    """Open DuckDB, with the memory of a build and the rest in files in a folder, by default that for temporary files.
+
+    Raises ItemSetError if both are too little for `what`.
+    """
+    import duckdb  # which other commands need not wait for
+
+    limit = max((available_memory() // 2 if memory is None else memory) - _OVERHEAD, MIN_MEMORY)
+    config = {"memory_limit": f"{limit >> 20}MiB", "temp_directory": os.fspath(folder or tempfile.gettempdir())}
+    try:
+        with duckdb.connect(config=config) as connection:
+            yield connection
+    except duckdb.Error as error:
         reason = str(error).partition("\n")[0]
-        raise ItemSetError(f"{stored.path} cannot be sorted ({reason}): give more memory or disk") from error
+        raise ItemSetError(f"{what} cannot be sorted ({reason}): give more memory or disk") from error
 
 
 def _sort(stored: Stored, connection: Any, progress: Progress) -> Iterator[Batch]:

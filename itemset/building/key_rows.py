@@ -1,13 +1,12 @@
 """What keys say of sets: which belong to several items, and which are gone, new or changed from a set to the next."""
 
-import os
-import tempfile
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from itemset.building.external import database
 from itemset.errors import ItemSetError, shown
 from itemset.item_set import ItemSet
 from itemset.storage import PathLike
@@ -29,10 +28,12 @@ class Changes(NamedTuple):
         return "; ".join([counts, *self.notes])
 
 
-def changes(before: ItemSet, after: ItemSet, *, by_key: bool = True, folder: PathLike | None = None) -> Changes:
+def changes(
+    before: ItemSet, after: ItemSet, *, by_key: bool = True, memory: int | None = None, folder: PathLike | None = None
+) -> Changes:
     """Compare a set with the one before it, made with the same tokenizer, key by key: items, and attributes of both.
 
-    by_key: False if row numbers are the keys, which say nothing: then item by item. folder: for temporary files.
+    by_key: False if row numbers are the keys, which say nothing: then item by item. memory, folder: as of `database`.
     """
     numbers = np.concatenate([after._numbers_of(rows) for _, rows in before.parts()])
     numbers = np.where(numbers < 0, -1 - np.arange(len(before)), numbers)
@@ -54,7 +55,7 @@ def changes(before: ItemSet, after: ItemSet, *, by_key: bool = True, folder: Pat
         notes.append(f"keys are {kind_of(after.keys.type)}s and were {kind_of(before.keys.type)}s")
     key = "key" if before.keys.type == after.keys.type or not by_key else "CAST(key AS VARCHAR) AS key"
     chosen = ", ".join([key, "item", *values])
-    with _connection(folder) as connection:
+    with database("the keys of both sets", memory, folder) as connection:
         for name, rows in zip(("before", "after"), of_both, strict=True):
             connection.register(f"rows_{name}", rows)
         ((gone, new, changed, same),) = connection.execute(f"""
@@ -73,26 +74,23 @@ def _rows(s: ItemSet, numbers: NDArray[np.int64], by_key: bool) -> pa.Table:
     return pa.table({"key": s.keys if by_key else items, "item": items})
 
 
-def _connection(folder: PathLike | None) -> Any:
-    import duckdb  # which other commands need not wait for
-
-    return duckdb.connect(config={"temp_directory": os.fspath(folder or tempfile.gettempdir())})
-
-
-def refuse_repeated(source: PathLike, key: str | None, s: ItemSet, tokenizer: Any, folder: PathLike) -> None:
+def refuse_repeated(
+    source: PathLike, key: str | None, s: ItemSet, tokenizer: Any, memory: int | None, folder: PathLike
+) -> None:
     """Raise ItemSetError if different items have the same key, which comes from a source's column `key`."""
     if not key:
         return
-    with _connection(folder) as connection:
+    what = f"{source}: keys in column {key!r}"
+    with database(what, memory, folder) as connection:
         rows = connection.from_arrow(_rows(s, np.arange(len(s)), True))
-        several = rows.aggregate("key, min(item) a, max(item) b, count(*) n", "key")
-        found = several.filter("a < b").order("n desc, key").fetchall()
+        several = rows.aggregate("key, min(item) a, max(item) b, count(*) n", "key").filter("a < b")
+        found = several.project("*, count(*) OVER ()").order("n DESC, key").limit(1).fetchall()
     if not found:
         return
-    key_of_two, *two, _ = found[0]
+    ((key_of_two, *two, _, count),) = found
     items = [decode(one, tokenizer) if tokenizer else str(one) for one in s.items_at(np.array(two))]
     raise ItemSetError(
-        f"{source}: keys in column {key!r} are those of different items ({len(found):,}), such as {key_of_two!r} of "
+        f"{what} are those of different items ({count:,}), such as {key_of_two!r} of "
         f"{shown(items[0])} and {shown(items[1])}: name another column, none for the row numbers, or allow it "
         "(--keys-repeat, in a source &keys_repeat=yes)"
     )

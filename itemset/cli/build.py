@@ -108,7 +108,7 @@ def write_index(args: argparse.Namespace, output: Path, before: ItemSet | None =
         with scratch_folder(output) as folder, build_bar() as progress:
             s = build_external(args.source, before=before, folder=folder, progress=progress, **given)
             if not args.keys_repeat:
-                refuse_repeated(args.source, args.key, s, given["tokenizer"], folder)
+                refuse_repeated(args.source, args.key, s, given["tokenizer"], args.memory, folder)
             progress("writing", 0.0)
             s.save(folder / output.name)
             os.replace(folder / output.name, output)
@@ -199,7 +199,7 @@ def update(args: argparse.Namespace) -> None:
         }
     after = before.updated(remove=_keys_as_in(before, removed, args.remove), missing_ok=args.missing_ok, **new)
     if args.add and not args.keys_repeat:
-        refuse_repeated(args.add, args.key, after, new["tokenizer"], output.parent)
+        refuse_repeated(args.add, args.key, after, new["tokenizer"], args.memory, output.parent)
     after.save(output)
     added = len(source)  # of the keys, for an item may have several: one that is removed and added is both
     changed = f"{len(before.keys) + added - len(after.keys):,} keys removed, {added:,} added"

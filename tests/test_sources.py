@@ -1,6 +1,7 @@
 """Every file format gives the same items and keys, and every bad file is refused with its name, row and mend."""
 
 import datetime
+import gzip
 import json
 
 import numpy as np
@@ -150,6 +151,7 @@ def test_npy(tmp_path, dtype, order):
 @pytest.mark.parametrize("suffix", ["txt", "npy", *TABLES])
 def test_empty_file(tmp_path, suffix):
     assert "is empty" in refusal(write(tmp_path / f"a.{suffix}", b""))
+    assert "is empty" in refusal(write(tmp_path / f"a.{suffix}.gz", gzip.compress(b"")))
 
 
 @pytest.mark.parametrize("suffix", TABLES)
@@ -190,6 +192,8 @@ BAD: list[tuple[str, str | bytes, dict[str, str], str]] = [  # a file, what it h
     ("a.csv", b"t,k\n\xff,1\n", TITLED, "row 1 is not UTF-8: save it as UTF-8, or give its encoding"),
     ("a.csv", "t,t\na,1\n", TITLED, "more than one column 't'"),
     ("a.csv", "t,k\n", TITLED, "no rows"),
+    ("a.csv", "\n\n", {}, "a.csv has no rows: it must hold at least one item"),
+    ("a.jsonl", b"\xff\xfe", {}, "row 1 is no JSON object"),
     ("a.jsonl", '{"t": [1, 2]}\n{"t": [1.5]}\n', {}, "row 2: column 't' holds [1.5]"),
     ("a.jsonl", '{"t": [1, 2]}\n{"t": ["a"]}\n', {}, "row 2: column 't' holds ['a']"),
     ("a.jsonl", f'{{"t": [1, 2]}}\n{{"t": [{2**64}]}}\n', {}, f"row 2: column 't' holds [{2**64}]"),

@@ -3,6 +3,8 @@ here; what cannot be reached, has changed or is no whole is refused, with its ad
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import io
 import json
 import os
@@ -112,6 +114,8 @@ def test_parts_in_folders_below_come_in_the_order_of_their_paths(tmp_path: Path)
     for name, text in {"b/0.txt": "third", "a/1.txt": "second", "a/0.txt": "first", ".tmp/0.txt": "none"}.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text + "\n")
+    for suffix, nothing in {"gz": gzip.compress(b""), "bz2": bz2.compress(b"")}.items():
+        (tmp_path / f"a/00.txt.{suffix}").write_bytes(nothing)
     assert sources.read(tmp_path).texts == ["first", "second", "third"]
     assert sources.read_keys(tmp_path).to_pylist() == ["first", "second", "third"]
 

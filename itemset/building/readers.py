@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pa_parquet
 
-from itemset.building.dialects import Dialect
+from itemset.building.dialects import JSON, Dialect
 from itemset.building.names import is_known
 from itemset.building.streams import format_of, line_blocks, not_decoded, opened, text_of
 from itemset.errors import Faults, ItemSetError
@@ -214,11 +214,13 @@ def columns_of(source: SourceFile, dialect: Dialect) -> dict[str, Any]:
             if schema.names.count(name) > 1:
                 raise ItemSetError(f"{source} has more than one column {name!r}: rename one")
         return dict(zip(schema.names, schema.types, strict=True))
+    if kind not in JSON:
+        raise ItemSetError(f"{source} has no rows: it must hold at least one item")
     document = _document(source) if kind == ".json" else None
     if document is None:
         faults = Faults()
         decode = partial(msgspec.json.decode, type=dict[str, Any])
-        lines, _ = next(line_blocks(source, str(dialect.encoding), min(BLOCK_BYTES, 1 << 20)))
+        lines, _ = next(line_blocks(source, str(dialect.encoding), min(BLOCK_BYTES, 1 << 20)), (b"", 1.0))
         document = [_object(source, line, i, decode, faults) for i, line in _lines(lines) if i <= _HEAD]
         if not document:
             _object(source, lines, 1, decode, faults)

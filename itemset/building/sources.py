@@ -15,7 +15,7 @@ from itemset.building.columns import READERS, Table, as_list, is_tabular
 from itemset.building.dialects import JUDGED, Dialect
 from itemset.building.items import Items, joined_items
 from itemset.building.readers import BLOCK_BYTES
-from itemset.building.streams import COMPRESSIONS, encoding_of, format_of, guarded, line_blocks, not_decoded
+from itemset.building.streams import COMPRESSIONS, encoding_of, format_of, guarded, is_empty, line_blocks, not_decoded
 from itemset.errors import Faults, ItemSetError
 from itemset.storage import PathLike, SourceFile, files_at
 from itemset.trie.rows import Rows
@@ -89,7 +89,7 @@ def files_of(path: PathLike) -> list[SourceFile]:
     """Return the files that are one input, in its order. Raises ItemSetError for several kinds or an unknown one."""
     files = files_at(path)
     if len(files) > 1:
-        files = [file for file in files if file.size] or files[:1]
+        files = [file for file in files if not is_empty(file)] or files[:1]
     for file in files:
         if format_of(file) != format_of(files[0]):
             raise ItemSetError(f"{path} holds files of several kinds, {files[0]} and {file}: keep one kind there")
@@ -100,6 +100,8 @@ def files_of(path: PathLike) -> list[SourceFile]:
     if kind not in SUFFIXES:
         also = f", text and JSON also with {', '.join(COMPRESSIONS)}"
         raise ItemSetError(f"{files[0]}: unknown suffix {kind!r}, use one of {', '.join(SUFFIXES)}{also}")
+    if is_empty(files[0]):
+        raise ItemSetError(f"{files[0]} is empty: it must hold at least one item")
     return files
 
 

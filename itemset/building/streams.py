@@ -21,6 +21,7 @@ _OPENERS: dict[str, Callable[[Any], Any]] = {
     ".zst": lambda file: io.BufferedReader(pa.CompressedInputStream(file, "zstd")),
 }
 COMPRESSIONS = tuple(_OPENERS)
+_EMPTY_BYTES = 1 << 10  # that nothing may take when it is compressed, with a name
 _MARKS = (  # the longest first: UTF-32's begins with UTF-16's
     (codecs.BOM_UTF32_LE, "utf-32"),
     (codecs.BOM_UTF32_BE, "utf-32"),
@@ -94,9 +95,7 @@ def line_blocks(source: SourceFile, encoding: str, size: int) -> Iterator[tuple[
 
 @contextmanager
 def guarded(source: SourceFile) -> Iterator[None]:
-    """Turn what is raised as a file is read into ItemSetErrors. Raises one also if it is empty, or changes."""
-    if not source.size:
-        raise ItemSetError(f"{source} is empty: it must hold at least one item")
+    """Turn what is raised as a file is read into ItemSetErrors. Raises one also if it changes."""
     try:
         yield
     except pa.ArrowException as error:
@@ -106,3 +105,11 @@ def guarded(source: SourceFile) -> Iterator[None]:
     except (OSError, EOFError, zlib.error) as error:
         raise ItemSetError(f"{source} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     source.check_unchanged()
+
+
+def is_empty(source: SourceFile) -> bool:
+    """Return whether a file holds nothing, also once it is decompressed. Raises ItemSetError if it cannot be read."""
+    if source.size > _EMPTY_BYTES or not source.size:
+        return not source.size
+    with guarded(source), opened(source) as (file, _):
+        return not file.read(1)

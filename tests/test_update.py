@@ -263,8 +263,11 @@ def test_the_command_with_token_ids_and_attributes(capsys, sids, tmp_path):  # n
     assert "key" in refused(capsys, "update", tmp_path / "old.itemset", "--remove", table, *options[2:], "-o", "x")
     parquet.write_table(pa.table({"key": pa.array([1.5])}), other)
     assert "key" in refused(capsys, "update", tmp_path / "old.itemset", "--remove", other, *options[2:], "-o", "x")
+    update = ["update", tmp_path / "old.itemset", *options]
+    for word, path in (("--add", new), ("--from", new), ("--remove", gone)):
+        assert f"{path} is the source itself: give" in refused(capsys, *update, word, path, "-o", path)
     new.write_text(f'{extra}\n{{"ids": [1, 5], "key": "12"}}')
-    update = ["update", tmp_path / "old.itemset", "--add", new, *options, "-o", tmp_path / "out"]
+    update += ["--add", new, "-o", tmp_path / "out"]
     assert "keys in column 'key' are those of different items (1), such as '12' of '[1, 4]'" in refused(capsys, *update)
     run(capsys, *update, "--keys-repeat")
     assert itemset.load(tmp_path / "out").keys.to_pylist().count("12") == 2

@@ -83,20 +83,20 @@ def _add_columns(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--encoding", metavar="E", help="of a text file, such as latin-1 (default: UTF-8)")
 
 
-def _output_file(given: str) -> Path:
-    """Return the file to be written. Raises ItemSetError if it cannot be one."""
+def _output_file(given: str, *sources: str | None) -> Path:
+    """Return the file to be written. Raises ItemSetError if it cannot be one, or is one of the sources."""
     output = Path(given)
     if is_uri(given):
         raise ItemSetError(f"cannot write {given}: name a file of this machine, and copy it there when it is whole")
     if output.is_dir() or not output.parent.is_dir():
         raise ItemSetError(f"cannot write {output}: name a file in a folder that exists")
+    if output.exists() and any(source and os.path.exists(source) and output.samefile(source) for source in sources):
+        raise ItemSetError(f"{output} is the source itself: give the index file another name")
     return output
 
 
 def build(args: argparse.Namespace) -> None:
-    output = _output_file(args.output)
-    if output.exists() and os.path.exists(args.source) and output.samefile(args.source):
-        raise ItemSetError(f"{output} is the source itself: give the index file another name")
+    output = _output_file(args.output, args.source)
     start, taken = time.perf_counter(), taken_of(args)
     _print_written(write_index(args, output), output, start, ("read", taken))
 
@@ -174,7 +174,7 @@ def update(args: argparse.Namespace) -> None:
     """Write the index of a set with items removed and added."""
     if bool(args.source) == bool(args.add or args.remove) or (not args.source and (args.attribute or args.keep_text)):
         args.error("update needs --add, --remove or both, or --from alone, which takes --attribute and --keep-text")
-    output = _output_file(args.output)
+    output = _output_file(args.output, args.add, args.source, args.remove)
     start = time.perf_counter()
     before = itemset.load(args.file)
     if args.source:

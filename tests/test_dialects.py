@@ -154,6 +154,7 @@ def test_encodings_are_seen_or_asked_for(tmp_path: Path, name: str, encoding: st
         "a.txt": "Kite\nAmélie\n",
     }[name]
     path = write(tmp_path / name, text.encode(encoding))
+    marked_too = write(tmp_path / f"too_{name}", f"\ufeff{text}".encode("utf-16-le"))
     column = None if name == "a.txt" else "title"
     if encoding in ("latin-1", "cp1252"):
         assert "2 is not UTF-8: save it as UTF-8, or give its encoding" in refusal(path, column=column)
@@ -162,12 +163,14 @@ def test_encodings_are_seen_or_asked_for(tmp_path: Path, name: str, encoding: st
     marked = encoding in ("utf-16", "utf-8-sig")
     given = JUDGED if marked else Dialect(encoding=encoding)
     assert read(path, column=column, dialect=given).texts == ["Kite", "Amélie"]
-    assert "unknown encoding 'latin-99'" in refusal_of_encoding(path, column)
+    assert read(marked_too, column=column, dialect=Dialect(encoding="utf-16-le")).texts == ["Kite", "Amélie"]
+    for unknown in ("latin-99", "hex"):
+        assert f"unknown encoding '{unknown}'" in refusal_of_encoding(path, column, unknown)
 
 
-def refusal_of_encoding(path: Path, column: str | None) -> str:
+def refusal_of_encoding(path: Path, column: str | None, encoding: str) -> str:
     with pytest.raises(ItemSetError) as error:
-        read(path, column=column, dialect=Dialect(encoding="latin-99"))
+        read(path, column=column, dialect=Dialect(encoding=encoding))
     return str(error.value)
 
 

@@ -48,16 +48,20 @@ def opened(source: SourceFile) -> Iterator[tuple[BinaryIO, Callable[[], float]]]
 def encoding_of(source: SourceFile, given: str | None) -> str:
     """Return the encoding given, that of a byte order mark, or UTF-8. Raises ItemSetError for an unknown one, or UTF-16
     without a mark."""
+    name = None
     if given is not None:
         try:
-            return codecs.lookup(given).name
+            "".encode(given)  # refuses also what encodes no text, such as hex
+            name = codecs.lookup(given).name
         except LookupError as error:
             raise ItemSetError(f"unknown encoding {given!r}: give one such as latin-1 or utf-16") from error
     with opened(source) as (file, _):
         head = file.read(4096)
     for mark, encoding in _MARKS:
-        if head.startswith(mark):
-            return encoding
+        if head.startswith(mark) and (name is None or name.startswith(f"{encoding}-")):
+            return encoding  # which drops the mark: utf-16-le would not
+    if name is not None:
+        return name
     if b"\0" in head:
         mend = "save it as UTF-8, or give its encoding (--encoding utf-16-le, in a source ?encoding=utf-16-le)"
         raise ItemSetError(f"{source} holds NUL bytes: {mend}")

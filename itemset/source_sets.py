@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import parse_qs, unquote_plus, urlencode
@@ -22,7 +23,7 @@ from itemset.building import sources
 from itemset.building.dialects import WORDS
 from itemset.building.names import is_known
 from itemset.building.readers import as_rows as rows_of
-from itemset.building.streams import format_of
+from itemset.building.streams import format_of, guarded
 from itemset.cli import build as building
 from itemset.cli import parse
 from itemset.errors import ItemSetError
@@ -145,7 +146,7 @@ def _built(name: str, path: str, words: dict[str, list[str]], tokenizer: Callabl
         if file.system is not None and file.changed is not None:  # elsewhere, and its system says when it was changed
             digest.update(repr((file.name, file.size, file.changed)).encode())
             continue
-        with file.open() as stream:
+        with guarded(file), file.open() as stream:
             kind = hashlib.sha256(format_of(file).encode())
             digest.update(hashlib.file_digest(cast(Any, stream), kind.copy).digest())
     index = folder / f"{digest.hexdigest()[:32]}.itemset"
@@ -157,8 +158,9 @@ def _built(name: str, path: str, words: dict[str, list[str]], tokenizer: Callabl
             say(f"item set {name!r}: {path} ({taken}), as it was built before: {index}")
             return str(index)
         for old in folder.glob("*.itemset"):
-            if time.time() - old.stat().st_mtime > KEPT_SECONDS:
-                old.unlink()
+            with suppress(OSError):  # `delete_unused` may be faster
+                if time.time() - old.stat().st_mtime > KEPT_SECONDS:
+                    old.unlink()
         say(f"item set {name!r}: building an index of {path} ({taken})")
         if names and not (args.key or args.keep_text):
             say(f"item set {name!r}: no column has the keys, row numbers are the keys ({name}={path}?key=COLUMN)")
@@ -169,6 +171,9 @@ def _built(name: str, path: str, words: dict[str, list[str]], tokenizer: Callabl
         start = time.monotonic()
         args.tokenizer = tokenizer()
         made = building.write_index(args, index)
+        if sources.files_of(path) != files:  # the index has the name of what was read before
+            index.unlink()
+            raise ItemSetError(f"{path} was changed while it was read: start again")
         took = f"{len(made):,} items in {time.monotonic() - start:.1f} s, for the next start {index}"
         folded = f" ({made.duplicates:,} equal ones folded)" if made.duplicates else ""
         typed = ", ".join(f"{one.name} ({kind_of(one.type)})" for one in made.attributes.schema)

@@ -172,6 +172,22 @@ def test_a_server_refuses_what_build_does(name, folder, opened):
         opened(f"{folder}/{name}")
 
 
+def test_a_file_that_is_replaced_before_it_is_built_leaves_no_index(folder, opened, monkeypatch):
+    path, write_index = folder / "films.txt", build.write_index
+
+    def replaced(*given):
+        path.write_text("Another film\n")
+        return write_index(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "write_index", replaced)
+        with pytest.raises(ItemSetError, match=r"films.txt was changed while it was read: start again"):
+            opened(path)
+    assert not list((folder / "cache").rglob("*.itemset"))
+    path.write_text("".join(f"{title}\n" for title in TITLES))
+    assert len(opened(path)) == 3
+
+
 def test_what_was_taken_is_said(folder, opened, capsys):
     (folder / "shop.csv").write_text("SKU;Name;Price;Sold\n1;Kite;3,5;yes\n2;Ball;4;no\n")
     opened(f"{folder}/shop.csv?attribute=Price&attribute=Sold")

@@ -9,7 +9,7 @@ from itemset.building.key_rows import Changes, changes, refuse_repeated
 from itemset.building.scratch import scratch_folder
 from itemset.errors import ItemSetError, ItemSetWarning
 from itemset.item_set import ItemSet
-from itemset.published import KEEP, POINTER, Version, load_current, publish
+from itemset.published import KEEP, POINTER, Version, load_current, publish, versions
 from itemset.storage import PathLike
 
 
@@ -47,6 +47,7 @@ def current_set(folder: PathLike) -> ItemSet | None:
     """Return the current version's set; None if there is none, or one that is damaged, of which a warning is given."""
     if not Path(folder, POINTER).exists():
         return None
+    versions(folder)  # of a damaged pointer nothing can be published
     try:
         return load_current(folder)[1]
     except ItemSetError as error:

@@ -135,7 +135,11 @@ def _built(name: str, path: str, words: dict[str, list[str]], tokenizer: Callabl
     files = sources.files_of(path)  # all of one kind
     args = parse(["build", path, "-o", str(folder)])
     single = {word: values[-1] for word, values in words.items()} | {"attribute": words.get("attribute", [])}
-    vars(args).update(single | {word: single[word] != "no" for word in _FLAGS if word in single})
+    flags = {word: single[word] for word in _FLAGS if word in single}
+    for word, value in flags.items():
+        if value not in ("yes", "no"):
+            raise ItemSetError(f"{path}: {word} must be yes or no, not {value}")
+    vars(args).update(single | {word: value == "yes" for word, value in flags.items()})
     names, dialect = building.columns_of(args, name)
     if names and not args.column:
         there = ", ".join(map(repr, names))

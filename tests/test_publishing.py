@@ -132,6 +132,9 @@ def test_the_commands_make_the_bytes_of_a_build(suffix, tokenizers, tmp_path, ca
     assert published.current(folder).path.read_bytes() == Path(f"{tomorrow}.itemset").read_bytes()
     assert "changes      0 gone, 0 new, 0 changed, 4 the same\n" in run(capsys, "publish", tomorrow, folder)
     assert published.current(folder).sequence == 2
+    for words in (["--prefix", ""], []):  # none, and none from then on
+        run(capsys, "publish", tomorrow, folder, *words)
+        assert published.load_current(folder)[1].prefix == ""
     over = tmp_path / "over.itemset"
     over.write_bytes(Path(f"{today}.itemset").read_bytes())
     assert f"changes      {SAID}\n" in run(capsys, "update", over, "--from", tomorrow, *tokenizer, "-o", over)
@@ -233,6 +236,17 @@ def test_what_is_refused(tokenizers, tmp_path, capsys):  # noqa: F811
             cli.main(["update", "x", *map(str, words), "-o", "y"])
         assert "update needs --add, --remove or both, or --from alone, which takes" in capsys.readouterr().err
     run(capsys, "publish", today, folder, "--tokenizer", tokenizers[0], "--attribute", "price")
+    run(capsys, "build", today, "--column", "name", "--tokenizer", tokenizers[0], "-o", tmp_path / "a.itemset")
+    for words in ([tmp_path / "a.itemset", folder, "--key", "id"], ["--list", folder, "--keys-repeat"]):
+        with pytest.raises(SystemExit):
+            cli.main(["publish", *map(str, words)])
+        assert "takes the options of build with a file of items alone" in capsys.readouterr().err
+    pointer = (folder / "current.json").read_bytes()
+    (folder / "current.json").write_text("{")
+    assert cli.main(["publish", str(today), str(folder)]) == 1
+    assert "is damaged" in (said := capsys.readouterr().err)
+    assert "next version" not in said
+    (folder / "current.json").write_bytes(pointer)
     (folder / "source.json").write_text("{")
     assert cli.main(["publish", str(today), str(folder)]) == 1
     assert "source.json cannot be read" in capsys.readouterr().err
@@ -275,6 +289,8 @@ def test_texts_that_a_tokenizer_alters_can_be_the_keys(kind, tokenizers, tmp_pat
             said = capsys.readouterr().out
         assert "0 gone, 0 new, 0 changed, 3 the same" in said
         assert published.load_current(folder)[1].to_bytes() == s.to_bytes()
+        assert cli.main(["publish", str(path), str(folder), "--key", ""]) == 0
+        assert sorted(published.load_current(folder)[1].keys.to_pylist()) == [0, 1, 2]
     for more in (["items.parquet", "--column", "title", "--key", "id"], ["ids.npy"]):
         np.save(tmp_path / "ids.npy", np.array([[1, 2]]))
         assert cli.main(["build", str(tmp_path / more[0]), *more[1:], *given, "--keep-text", "-o", "x"]) == 1

@@ -102,6 +102,8 @@ def test_a_second_start_builds_nothing_and_a_change_of_the_file_does(folder, ope
         ),
         ("films.csv?column=name", "no column 'name', it has 'movie_id', 'title', 'year'"),
         ("plain.csv", "has the columns 'a', 'b': say which has the items, films=.*plain.csv.column=NAME"),
+        ("films.csv?keys_repeat=false", "films.csv: keys_repeat must be yes or no, not false"),
+        ("films.csv?keep_text=", "films.csv: keep_text must be yes or no, not "),
         ("films.csv?escape=xml", "options other than column, key, .*, keys_repeat, keep_text: write films="),
         ("gone.csv", "no file .*gone.csv"),
         ("torn.parquet", "torn.parquet cannot be read"),

@@ -73,7 +73,8 @@ def build_external(
     Raises ItemSetError as those functions do, if the disk is full, and if the set before had another tokenizer, or keys
     and no column is named for them now (key="": the row numbers).
     """
-    how: dict[str, Any] = {name: value for name, value in source.items() if value is not None and value != ""}
+    given = {name: value for name, value in source.items() if value is not None}
+    how: dict[str, Any] = {name: value for name, value in given.items() if value != "" or name == "prefix"}
     if before is not None:
         how = _as_before(before, path, source) | how
     named = {name: how.pop(name) for name in ("column", "key", "attributes", "dialect") if name in how}

@@ -52,7 +52,7 @@ def add_to(command: Command) -> None:
     sub.add_argument("--column", metavar="C", help="column of the items to add: texts or lists of token ids")
     sub.add_argument("--key", metavar="K", help="column of the keys (default: numbers after the highest key)")
     _add_columns(sub)
-    sub.set_defaults(prefix="", escape=None, vocab_size=None, memory=None)
+    sub.set_defaults(prefix=None, escape=None, vocab_size=None, memory=None)
     add_tokenizer(sub, "the tokenizer that the set was built with")
     sub.add_argument("--remove", metavar="KEYS", help="keys to remove: lines of a .txt file, or the column --key")
     sub.add_argument("--missing-ok", action="store_true", help="keys to remove need not be in the set")
@@ -63,7 +63,7 @@ def add_encoding(sub: argparse.ArgumentParser) -> None:
     """Add what a build is told beside its columns of items and keys."""
     add_tokenizer(sub, "the model's tokenizer: a folder or a Hugging Face name")
     _add_columns(sub)
-    sub.add_argument("--prefix", metavar="S", default="", help="text before every item, for instance a space")
+    sub.add_argument("--prefix", metavar="S", help="text before every item, for instance a space")
     escape = "for items that stand inside longer answers: in JSON strings (escaped as such), or in other text"
     sub.add_argument("--escape", choices=["json", "text"], help=escape)
     sub.add_argument("--vocab-size", metavar="N", type=positive, help="refuse token ids of N and above")

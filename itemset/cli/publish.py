@@ -57,11 +57,14 @@ def publish(args: argparse.Namespace) -> None:
         args.file, args.folder = None, args.file
     elif not args.folder:
         args.error("publish needs an index file and a folder")
+    source = bool(args.file) and _is_source(args.file)
+    if not source and any(getattr(args, name) for name in (*_KEPT, "keys_repeat", "vocab_size", "memory")):
+        args.error("publish takes the options of build with a file of items alone")
     if args.list:
         _list(args.folder)
         return
     start, more = time.perf_counter(), list[tuple[str, str]]()
-    if args.rollback is None and _is_source(args.file):
+    if source:
         version, more = _publish_source(args)
     elif args.rollback is None:
         with reading_bar() as progress:
@@ -112,12 +115,12 @@ def _fill_in(args: argparse.Namespace, path: Path) -> None:
         return
     except (OSError, msgspec.MsgspecError) as error:
         raise ItemSetError(f"{path} cannot be read ({error}): delete it, and say again how the file is read") from error
-    if args.key:
+    if args.key is not None:
         last.pop("keep_text", None)
     if args.keep_text:
         last.pop("key", None)
     for name in _KEPT:
-        if getattr(args, name) in (None, False, "", []) and name in last and not (name == "key" and args.key == ""):
+        if getattr(args, name) in (None, False, []) and (last.get(name) or (name == "key" and name in last)):
             setattr(args, name, last[name])
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,6 +18,7 @@ from strategies import item_sets
 import itemset
 from itemset import ItemSetError, Rows
 from itemset.trie import file as index_file
+from itemset.trie.keys import Keys
 
 VOCAB = 70
 
@@ -236,6 +238,15 @@ def test_a_build_makes_no_python_object_an_item() -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 5 * matrix.nbytes
+
+
+def test_a_key_is_found_without_a_copy_of_all_keys() -> None:
+    keys = Keys(pa.array(np.arange(1_000_000)[::-1]))
+    tracemalloc.start()
+    assert keys.numbers_of([1_000, 3]).tolist() == [998_999, 999_996]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 4 * len(keys.values)
 
 
 def test_saving_replaces_at_once_and_leaves_no_litter(tmp_path: Path) -> None:

@@ -215,6 +215,7 @@ def _as_keys_of(keys: pa.Array, given: KeyList) -> pa.Array:
 
 
 _TABLE = 1 << 20  # entries that a table of integers may always have
+_SLICE = 1 << 16  # numbers that are looked up at a time
 
 
 def are_among(array: pa.Array, values: pa.Array) -> NDArray[np.bool_]:
@@ -225,9 +226,11 @@ def are_among(array: pa.Array, values: pa.Array) -> NDArray[np.bool_]:
             table, first = np.zeros(high - low + 2, np.bool_), np.uint64(low % 2**64)
             table[(values.to_numpy().astype(np.uint64) - first).view(np.int64)] = True
             numbers = np.frombuffer(array.buffers()[1], str(array.type))[array.offset : array.offset + len(array)]
-            # Differences wrap around: those of numbers below the first are the largest.
-            places = np.minimum(numbers.astype(np.uint64) - first, np.uint64(len(table) - 1))
-            among: NDArray[np.bool_] = table[places.view(np.int64)]
+            among = np.empty(len(array), np.bool_)
+            for part in (slice(at, at + _SLICE) for at in range(0, len(array), _SLICE)):
+                # Differences wrap around: those of numbers below the first are the largest.
+                places = np.minimum(numbers[part].astype(np.uint64) - first, np.uint64(len(table) - 1))
+                among[part] = table[places.view(np.int64)]
             return among & valid(array) if array.null_count else among
     return bools(pc.is_in(array, value_set=values))
 

@@ -211,6 +211,13 @@ def test_long_lists_of_integers_up_to_their_types_limits(kind):
         assert passing({"x": {"$nin": list(values)}}, table).tolist() == [x not in values for x in here]
 
 
+@pytest.mark.parametrize(("operator", "passes"), [("$eq", [False, True, False]), ("$gt", [False, False, True])])
+def test_nanoseconds_count(operator, passes):
+    table = pa.table({"t": pa.array([123_456_000, 123_456_789, 123_456_790], pa.timestamp("ns"))})
+    for moment in ("1970-01-01T00:00:00.123456789", "1970-01-01T01:00:00.123456789+01:00"):
+        assert passing({"t": {operator: moment}}, table).tolist() == passes
+
+
 def test_nan_passes_what_a_missing_value_does():
     table = pa.table({"x": pa.array([1.0, float("nan")])})
     for query, wanted in (

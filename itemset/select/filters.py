@@ -9,6 +9,7 @@ import functools
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
@@ -233,6 +234,8 @@ def _parse(value: Any, label: str, kind: Any) -> Any:
         moment = datetime.fromisoformat(value)
         since = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)) - _EPOCH
         seconds = Fraction(since.days * 86_400 + since.seconds) + Fraction(since.microseconds, 10**6)
+        if finer := re.search(r"(?<=[.,]\d{6})\d+", value):  # than the microseconds of Python's times
+            seconds += Fraction(int(finer[0]), 10 ** (6 + len(finer[0])))
         return seconds / 86_400 if label == "date" else seconds * PER_SECOND[kind.unit]
     if label == "string":
         value.encode()  # half of a surrogate pair is a ValueError

@@ -197,6 +197,10 @@ def test_bad_items_are_named(items: object, message: str) -> None:
         ([1, "a"], "all integers or all strings"),
         ([1.5, 2.5], "must be integers or strings, not double"),
         ([1, None], "key 1 is missing"),
+        (
+            np.array([1, 2**63], np.uint64),
+            "all strings: Integer value 9223372036854775808 not in range",
+        ),
         ([1, 2**70], "an integer of more than 64 bits: give such keys as strings"),
     ],
 )

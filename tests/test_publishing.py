@@ -253,6 +253,9 @@ def test_what_is_refused(tokenizers, tmp_path, capsys):  # noqa: F811
     (folder / "source.json").unlink()
     assert cli.main(["publish", str(today), str(folder)]) == 1
     assert "the set was built with the tokenizer one: give it (--tokenizer DIR)" in capsys.readouterr().err
+    (folder / "source.json").symlink_to(tmp_path / "none" / "source.json")
+    assert cli.main(["publish", str(today), str(folder), "--tokenizer", tokenizers[0]]) == 1
+    assert "No such file or directory" in capsys.readouterr().err
 
 
 ALTERED = {  # texts that a tokenizer with such a normaliser gives back as others, two of them as the same

@@ -198,6 +198,7 @@ BAD: list[tuple[str, str | bytes, dict[str, str], str]] = [  # a file, what it h
     ("a.jsonl", '{"t": [1, 2]}\n{"t": ["a"]}\n', {}, "row 2: column 't' holds ['a']"),
     ("a.jsonl", f'{{"t": [1, 2]}}\n{{"t": [{2**64}]}}\n', {}, f"row 2: column 't' holds [{2**64}]"),
     ("a.jsonl", '[\n{"t": "a"}\n]\n', {}, "row 1 is no JSON object"),
+    ("a.jsonl", '{"a\\"": "x"}', {}, """one of the names 'a"' has a quote or a backslash: rename it"""),
     ("a.jsonl", "\n\n", {}, "row 1 is no JSON object"),
     ("a.txt", "[1, 2]\n[3]\n", {}, "are lists written as text: save them as a column"),
     ("a.txt", '["<a_1>", "<b_2>"]\n["<a_1>"]\nx\n', {}, "are lists written as text"),

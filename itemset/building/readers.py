@@ -71,12 +71,16 @@ _OTHER_WAYS = "correct it, or say how fields are separated and quoted (--delimit
 
 def read_json(source: SourceFile, dialect: Dialect, names: Sequence[str], faults: Faults) -> Iterator[Batch]:
     """Read fields of JSON objects, one a line or in one document. Other fields are ignored."""
-    fields = {f"field{i}": name for i, name in enumerate(names)}
-    row = msgspec.defstruct("Row", [(field, Any, None) for field in fields], rename=fields)
     document = _document(source) if format_of(source) == ".json" else None
     if document is not None:
         yield {name: [one.get(name) for one in document] for name in names}, 1.0
         return
+    fields = {f"field{i}": name for i, name in enumerate(names)}
+    try:
+        row = msgspec.defstruct("Row", [(field, Any, None) for field in fields], rename=fields)
+    except ValueError as error:
+        which = ", ".join(map(repr, names))
+        raise ItemSetError(f"{source}: one of the names {which} has a quote or a backslash: rename it") from error
     decoder, number = msgspec.json.Decoder(row), 0
     for lines, share in line_blocks(source, str(dialect.encoding), BLOCK_BYTES):
         try:

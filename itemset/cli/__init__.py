@@ -54,6 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # Whoever read the output (head, less) has seen enough; Python must not flush into the closed pipe at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:  # of a disk that is full, a folder that cannot be written
+        print(f"itemset: {error}", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -170,6 +170,7 @@ def as_keys(keys: KeyList, items: int) -> pa.Array:
     """
     try:
         array = pa.array(keys if isinstance(keys, np.ndarray | list | pa.Array) else list(keys))
+        array = array.cast(pa.int64()) if pa.types.is_integer(array.type) else array
     except OverflowError as error:
         raise ItemSetError("a key is an integer of more than 64 bits: give such keys as strings") from error
     except (pa.ArrowException, UnicodeEncodeError) as error:  # the last: half of a surrogate pair
@@ -179,7 +180,7 @@ def as_keys(keys: KeyList, items: int) -> pa.Array:
     if array.null_count:
         raise ItemSetError(f"key {pc.index(pc.is_null(array), True).as_py()} is missing: give every item a key")
     if pa.types.is_integer(array.type):
-        return array.cast(pa.int64())
+        return array
     if pa.types.is_string(array.type) or pa.types.is_large_string(array.type):
         return array.cast(pa.large_string())
     raise ItemSetError(f"keys must be integers or strings, not {str(array.type)[:60]}")

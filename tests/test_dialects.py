@@ -145,19 +145,22 @@ def test_a_header_is_known_by_its_name_or_by_what_stands_below(tmp_path: Path, t
 
 
 @pytest.mark.parametrize("encoding", ["latin-1", "cp1252", "utf-16", "utf-8-sig", "utf-16-le"])
-@pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.jsonl", "a.txt"])
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.jsonl", "a.json", "a.txt"])
 def test_encodings_are_seen_or_asked_for(tmp_path: Path, name: str, encoding: str) -> None:
     text = {
         "a.csv": "id,title\n1,Kite\n2,Amélie\n",
         "a.tsv": "id\ttitle\n1\tKite\n2\tAmélie\n",
         "a.jsonl": '{"title": "Kite"}\n{"title": "Amélie"}\n',
+        "a.json": '[{"title": "Kite"},\n{"title": "Amélie"}]',
         "a.txt": "Kite\nAmélie\n",
     }[name]
     path = write(tmp_path / name, text.encode(encoding))
     marked_too = write(tmp_path / f"too_{name}", f"\ufeff{text}".encode("utf-16-le"))
     column = None if name == "a.txt" else "title"
     if encoding in ("latin-1", "cp1252"):
-        assert "2 is not UTF-8: save it as UTF-8, or give its encoding" in refusal(path, column=column)
+        assert f"{'json' if name == 'a.json' else 2} is not UTF-8: save it as UTF-8, or give its encoding" in refusal(
+            path, column=column
+        )
     if encoding == "utf-16-le":
         assert "NUL bytes: save it as UTF-8, or give its encoding" in refusal(path, column=column)
     marked = encoding in ("utf-16", "utf-8-sig")

@@ -15,7 +15,7 @@ import pyarrow.parquet as pa_parquet
 
 from itemset.building.dialects import JSON, Dialect
 from itemset.building.names import is_known
-from itemset.building.streams import format_of, line_blocks, not_decoded, opened, text_of
+from itemset.building.streams import format_of, line_blocks, not_decoded, text_of
 from itemset.errors import Faults, ItemSetError
 from itemset.storage import SourceFile
 
@@ -71,7 +71,7 @@ _OTHER_WAYS = "correct it, or say how fields are separated and quoted (--delimit
 
 def read_json(source: SourceFile, dialect: Dialect, names: Sequence[str], faults: Faults) -> Iterator[Batch]:
     """Read fields of JSON objects, one a line or in one document. Other fields are ignored."""
-    document = _document(source) if format_of(source) == ".json" else None
+    document = _document(source, str(dialect.encoding)) if format_of(source) == ".json" else None
     if document is not None:
         yield {name: [one.get(name) for one in document] for name in names}, 1.0
         return
@@ -115,21 +115,22 @@ def _without_nan(data: bytes) -> bytes:
     return msgspec.json.encode(json.loads(data, parse_constant=lambda _: None))
 
 
-def _document(source: SourceFile) -> list[dict[str, Any]] | None:
+def _document(source: SourceFile, encoding: str) -> list[dict[str, Any]] | None:
     """Return a JSON document's rows, of an array or of an object of them by key; None if it is JSON lines."""
-    with opened(source) as (file, _):
-        data = file.read().removeprefix(b"\xef\xbb\xbf")
+    data = b"".join(lines for lines, _ in line_blocks(source, encoding, BLOCK_BYTES))
     collects = gc.isenabled()
     gc.disable()  # millions of objects are made that all stay: most of the time, it would look through them in vain
     try:
         try:
             given = msgspec.json.decode(data)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except msgspec.DecodeError as error:
             if "trailing characters" in str(error):
                 return None
             try:
                 given = msgspec.json.decode(_without_nan(data))
-            except ValueError:
+            except ValueError as other:
+                if str(other).startswith("Extra data"):  # behind a first line with NaN
+                    return None
                 raise ItemSetError(f"{source} is no JSON: {error}") from error
         return as_rows(given, str(source))
     finally:
@@ -220,7 +221,7 @@ def columns_of(source: SourceFile, dialect: Dialect) -> dict[str, Any]:
         return dict(zip(schema.names, schema.types, strict=True))
     if kind not in JSON:
         raise ItemSetError(f"{source} has no rows: it must hold at least one item")
-    document = _document(source) if kind == ".json" else None
+    document = _document(source, str(dialect.encoding)) if kind == ".json" else None
     if document is None:
         faults = Faults()
         decode = partial(msgspec.json.decode, type=dict[str, Any])

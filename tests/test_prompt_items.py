@@ -43,7 +43,7 @@ def test_tokens_that_stand_in_the_prompt(items, data):
     assert sorted(whole[number] for number in numbers) == sorted(held)
 
 
-@pytest.mark.parametrize("prefix", ["", " ", "\n", "Title: "])
+@pytest.mark.parametrize("prefix", ["", " ", "\n", "Title: ", "ID"])
 @pytest.mark.parametrize(
     ("prompt", "held"),
     [

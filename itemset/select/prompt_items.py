@@ -52,11 +52,13 @@ class TextIndex:
 
     def __init__(self, item_set: ItemSet, decode: Callable[[list[list[int]]], list[str]]) -> None:
         """decode: returns the text of each row of tokens. It takes 25 microseconds an item."""
-        parts, before = list[pa.Array](), len(words_of(item_set.prefix))
+        parts, prefix = list[pa.Array](), item_set.prefix
+        before = len(words_of(prefix))
         self._counts = set[int]()
         some = 1 + len(item_set) // 1_000  # so that no other thread waits long
         for numbers in np.array_split(np.arange(len(item_set)), some):
-            texts = [words_of(text)[before:] for text in decode(item_set.items_at(numbers))]
+            whole = decode(item_set.items_at(numbers))  # the tokenizer may have altered the prefix
+            texts = [words_of(one.removeprefix(prefix))[0 if one.startswith(prefix) else before :] for one in whole]
             parts.append(pa.array(map(" ".join, texts), pa.large_string()))
             self._counts.update(map(len, texts))
         self._texts = Keys(pa.concat_arrays(parts))

@@ -37,7 +37,7 @@ from itemset.trie.file import FORMAT, MAGIC
 KEPT_SECONDS = 30 * 24 * 3600  # that an index stays after a server was last started with it
 _FLAGS = ("keys_repeat", "keep_text")  # =yes
 _WORDS = ("column", "key", "attribute", "prefix", "escape", *WORDS, *_FLAGS)  # options of `itemset build`
-RULES = 4  # of how files are judged: an index that others have made is built anew
+RULES = 5  # of how files are judged: an index that others have made is built anew
 
 
 def with_indexes(options: Mapping[str, Any], tokenizer: Callable[[], Any]) -> dict[str, Any]:

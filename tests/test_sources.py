@@ -205,6 +205,7 @@ BAD: list[tuple[str, str | bytes, dict[str, str], str]] = [  # a file, what it h
     ("a.txt", "(5, 6)\n(7, 8)\n", {}, "are lists written as text"),
     ("a.txt", "[5 6]\n", {}, "are lists written as text"),
     ("a.txt", "a\nb\n\nc\n", {}, "line 3 is blank"),
+    ("a.txt", b"a\rb\rc", {}, "line 1 holds a carriage return: end each line with a line feed"),
     ("a.txt", "a\n \t\r\nc\n", {}, "line 2 is blank"),
     ("a.txt", b"\xef\xbb\xbfa\n\xff\n", {}, "line 2 is not UTF-8"),
     ("a.txt", "a\n", TITLED, "no columns"),
@@ -330,7 +331,7 @@ WRITTEN = {
         [NOON.replace(tzinfo=datetime.UTC), NOON.replace(hour=11, tzinfo=datetime.UTC), None],
     ),
     "no_date": (pa.large_string(), COLUMNS["no_date"]),
-    "large": (pa.float64(), [1.0, 99999999999999999999.0, 2.0]),
+    "large": (pa.large_string(), COLUMNS["large"]),
     "nothing": (pa.large_string(), [None] * 3),
 }
 

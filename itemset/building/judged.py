@@ -18,7 +18,7 @@ DATES = (
 )
 ALL = (
     (pa.int64(), f"^{_INTEGER}$"),
-    (pa.float64(), f"^(-0|{_INTEGER})([.][0-9]+)?([eE][-+]?[0-9]+)?$"),
+    (pa.float64(), r"^-?(0|[1-9][0-9]{0,17})([.][0-9]+)?([eE][-+]?[0-9]+)?$"),  # more digits are of ids, and all count
     (pa.bool_(), "^(true|false|True|False|TRUE|FALSE)$"),
     *DATES,
 )

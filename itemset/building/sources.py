@@ -120,6 +120,8 @@ def _read_txt(file: SourceFile, dialect: Dialect, faults: Faults) -> Iterator[It
                 blank = 0
             if b"\t" in line.strip(b"\r"):
                 faults.add(f"{file}, line {number} holds a tab: name a table .tsv, or remove the tab")
+            if b"\r" in line.removesuffix(b"\r"):
+                faults.add(f"{file}, line {number} holds a carriage return: end each line with a line feed")
             try:
                 texts.append(line.removesuffix(b"\r").decode())
             except UnicodeDecodeError:

@@ -120,7 +120,7 @@ def _fill_in(args: argparse.Namespace, path: Path) -> None:
     if args.keep_text:
         last.pop("key", None)
     for name in _KEPT:
-        if getattr(args, name) in (None, False, []) and (last.get(name) or (name == "key" and name in last)):
+        if getattr(args, name) in (None, False, []) and name in last:
             setattr(args, name, last[name])
 
 

@@ -65,7 +65,7 @@ class Beams:
 
         self.random, self.dtype = torch.Generator(DEVICE).manual_seed(3), dtype
         shape = (GIVEN + OURS, KV_HEADS, BLOCK) if heads_first else (GIVEN + OURS, BLOCK, KV_HEADS)
-        kept = torch.float8_e4m3fn if layer.impl.kv_cache_dtype.startswith("fp8") else dtype
+        kept = torch.float8_e4m3fn if layer.impl.kv_cache_dtype == "fp8" else dtype
         cache = torch.full((*shape, 2 * SIZE), 400, device=DEVICE).to(kept)
         self.cache = cache if heads_first else cache.transpose(1, 2)
         blocks = torch.randperm(GIVEN, generator=torch.Generator().manual_seed(1)).int().view(len(LENGTHS), -1)

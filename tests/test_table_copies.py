@@ -185,6 +185,10 @@ def wrong_reads(seed: int, ignored: str = "", *, names: bool = True, pieces: boo
         chosen = [entry for entry in running.values() if draw.random() < 0.7]
         if names:
             arena.use(np.array([number for _, number, _ in chosen] + [-1]))
+        if names and draw.random() < 0.5:  # lists in this step, and drafts after them
+            listed = [entry for entry in running.values() if draw.random() < 0.3]
+            chosen += listed + chosen
+            arena.use(np.array([number for _, number, _ in listed] + [-1]), begins=False)
         for start, number, expected in chosen:
             streams.steps.work.append((None, lambda s=start, n=number, e=expected: read(s, n, e)))
         for which in [which for which in running if draw.random() < 0.3]:

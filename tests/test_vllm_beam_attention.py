@@ -45,7 +45,6 @@ ON_CPU = pytest.mark.skipif(DEVICE != "cpu", reason="vLLM's attention for CPUs")
         ("TRITON_ATTN", torch.float32, 0.0, False, "auto"),
         ("TRITON_ATTN", torch.float32, 2.0, True, "auto"),
         ("TRITON_ATTN", torch.float32, 0.0, True, "fp8"),
-        ("TRITON_ATTN", torch.float32, 0.0, True, "fp8_e5m2"),  # which this backend keeps as e4m3
         pytest.param("FLASHINFER", torch.float32, 0.0, False, "auto", marks=FLASHINFER),
         pytest.param("FLASHINFER", torch.float32, 2.0, True, "fp8", marks=FLASHINFER),
         pytest.param("CPU_ATTN", torch.float32, 0.0, True, "auto", marks=ON_CPU),
@@ -146,7 +145,8 @@ def test_a_layer_launches_flash_attention_and_one_kernel_of_ours(monkeypatch: py
         ("TRITON_ATTN", {"alibi_slopes": [0.5, 0.25, 0.125, 0.0625]}, "ALiBi"),
         ("TRITON_ATTN", {"sinks": torch.zeros(beam_rows.HEADS)}, None),
         ("TRITON_ATTN", {"kv_cache_dtype": "fp8"}, None),
-        ("TRITON_ATTN", {"kv_cache_dtype": "fp8_e5m2"}, None),
+        ("TRITON_ATTN", {"kv_cache_dtype": "fp8_e5m2"}, "a KV cache of fp8_e5m2"),
+        ("TRITON_ATTN", {"sliding_window": 64, "chunk_lookback": 1}, "attention in chunks"),
         ("TRITON_ATTN", {"kv_sharing_target_layer_name": "layers.0"}, "layers that share KV"),
         pytest.param("FLASHINFER", {"kv_cache_dtype": "fp8"}, None, marks=FLASHINFER),
         pytest.param("FLASHINFER", {"kv_cache_dtype": "fp8_e5m2"}, "a KV cache of fp8_e5m2", marks=FLASHINFER),

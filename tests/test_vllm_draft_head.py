@@ -98,6 +98,23 @@ def test_the_list_of_the_library(engine, tiny_model, head, named_sets, name, wid
         assert {tokens for tokens, _ in found} <= named_sets[name].items
 
 
+def test_a_connector_loads_no_prompt_of_a_head(engines, engine, tiny_model, static, head, tmp_path):
+    """It has the KV, and not the hidden states that the head reads."""
+    connector = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+    connector["kv_connector_extra_config"] = {"shared_storage_path": str(tmp_path)}
+    options = given(static, item_set_draft_head=str(head))
+    other = engines("v2", tiny_model, **options, **ROOMY, kv_transfer_config=connector)
+    ((expected, _, _),) = engine.call(searched, [158], 10, {"item_set": "fixed", "width": 16})
+    for _ in range(2):
+        ((found, _, _),) = other.call(searched, [158], 10, {"item_set": "fixed", "width": 16})
+        same(found, expected)
+        other.call(forgetting)
+
+
+def forgetting(llm: Any) -> None:
+    assert llm.reset_prefix_cache()
+
+
 def test_the_list_after_a_thought(engine):
     """The head reads the states after the marker in the request that has thought: placeholders follow it there."""
     extra = thoughts.asked("fixed", thoughts.TWO, width=16)

@@ -61,9 +61,8 @@ class ItemSetLogitsProcessor(LogitsProcessor):
         slots = self._with_room(rows, device)
         numbers, sets, marks = (one[:rows] for one in self._begun)
         slots.assign(numbers, sets, marks)
-        begins = torch.as_tensor(self._begins, device=device)
         self._check(rows, length, scores.shape[1])
-        begin = begins.repeat_interleave(rows // len(begins))  # each prompt's beams stand together
+        begin = self._columns.repeat_interleave(rows // len(self._begins))  # each prompt's beams stand together
         end = torch.full_like(numbers, length)
         batch = Batch(numbers, input_ids.to(device), begin, end, by_slot=False)
         masked, left = self._masked(slots, batch, scores.to(device), self._width(length))
@@ -126,7 +125,7 @@ class ItemSetLogitsProcessor(LogitsProcessor):
         if self._slots is None or len(self._slots.row_states) < rows:
             arena = Arena(room_for(self._item_set), device)
             self._slots = Slots(arena, rows, max_rows=rows, max_stop_tokens=len(self._stops))
-            numbers = torch.arange(rows, device=device)
+            numbers, self._columns = torch.arange(rows, device=device), torch.tensor(self._begins, device=device)
             marks = torch.tensor([-1, *self._stops], dtype=torch.int32, device=device).expand(rows, -1)
             self._begun = numbers, torch.full_like(numbers, arena.acquire(self._item_set)), marks
         return self._slots

@@ -47,15 +47,17 @@ class Copies:
         self._pending: dict[int, Any] = {}  # set -> its copy's end, until that is known to be over
         # The end of all work before step i, at i % _REMEMBERED: of the newest steps.
         self._before = [self._streams.Event() for _ in range(_REMEMBERED)]
-        self._step = 0
+        self._step = 1
         # [max_sets + 1] the newest step that reads each set, 0 if none did. The last entry is nobody's.
         self._read = np.zeros(max_sets + 1, np.int64)
 
-    def use(self, numbers: NDArray[np.int64]) -> None:
-        """Begin a step that reads these sets and no others, -1 for none: see `Arena.use`."""
+    def use(self, numbers: NDArray[np.int64], *, begins: bool) -> None:
+        """Begin a step that reads these sets and no others, -1 for none, or let the present one read them, too: see
+        `Arena.use`."""
         steps = self._streams.current_stream(self._device)
-        self._step += 1
-        self._before[self._step % _REMEMBERED].record(steps)
+        if begins:
+            self._step += 1
+            self._before[self._step % _REMEMBERED].record(steps)
         self._read[numbers] = self._step
         if self._pending:
             wanted = set(numbers.tolist())
@@ -173,15 +175,16 @@ class Arena:
         self.plan.release(number)
         self.use([number])
 
-    def use(self, numbers: NDArray[np.integer[Any]] | Iterable[int]) -> None:
-        """Begin a step that reads these sets (numbers, or -1 for none), on the current stream.
+    def use(self, numbers: NDArray[np.integer[Any]] | Iterable[int], *, begins: bool = True) -> None:
+        """Begin a step that reads these sets (numbers, or -1 for none), on the current stream; or let the present one
+        read them, too.
 
-        The stream, but not the host, waits for copies of these sets. Until the next call, they are not overwritten.
+        The stream, but not the host, waits for copies of these sets. Until the next step, they are not overwritten.
         `acquire` and `release` call it; call it before each step if you call `place`, or another plan releases sets.
         """
         numbers = np.asarray(numbers, np.int64)
         below = self._bases[numbers]  # whose tables a view's steps read, and a view may stand over a view
-        self._copies.use(np.concatenate((numbers, below, self._bases[below])))
+        self._copies.use(np.concatenate((numbers, below, self._bases[below])), begins=begins)
 
     def holds(self, digest: str, number: int, start: int) -> bool:
         """Return whether the tables of this set are there, so that `place` would copy nothing."""

@@ -110,7 +110,7 @@ class ItemGroup(BeamGroup):
         beams = self._beams or self._begin(self._item_set)
         if not beams.passes_left:
             return nothing, None  # the step after the last, which the overlap scheduler has begun
-        beams.arena.use([self._resident.number])
+        beams.arena.use([self._resident.number], begins=False)
         with _joined(pieces) as logits:
             beams.round(logits)
         self._align(table, self.num_generated)

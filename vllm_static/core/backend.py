@@ -77,6 +77,7 @@ class StaticBackend(backend_types.StructuredOutputBackend):
         config = StaticConfig.of(vllm_config.additional_config)
         self._catalogue = Catalogue(config)
         self._by_path = {"device": 0, "host": 0}
+        self._connects = vllm_config.kv_transfer_config is not None
         self.forces_drafts = config.forced_drafts and compat.core_has_drafts(vllm_config)
         self._device = DevicePath(self._catalogue) if compat.on_device_path(vllm_config) else None
         self.preparer = Preparer(self._catalogue, logger, self._device)
@@ -105,6 +106,8 @@ class StaticBackend(backend_types.StructuredOutputBackend):
         made = self._catalogue.receive(carried.item_set)
         carried = carried.but(item_set=made.ref)  # requests that run with the same set share its bytes
         on_device = self._device is not None and self._device.claim(manager, request, made.item_set, carried)
+        if self._connects and carried.ranked is not None and carried.ranked.placeholders:
+            request.skip_reading_prefix_cache = True  # a connector would load KV, and no hidden states for the head
         if carried.after is not None:
             ranked = on_device and carried.ranked is not None
             from vllm_static.core.thoughts import begin

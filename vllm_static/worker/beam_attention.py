@@ -22,7 +22,8 @@ from vllm_static.worker.beam_kv import BeamMetadata
 SEGMENTS = 8  # in which programs of Triton's kernel go through a prompt, if there are few queries
 MANY = 1 << 13  # queries times heads: this many fill a GPU with programs as they are
 TOLERANCE = 0.05  # of an attention of numbers around 1: what 16 bits may make of another order of adding
-FP8 = ("fp8", "fp8_e4m3", "fp8_e5m2")  # types of a KV cache whose prompts the engine's kernels read with its scales
+FP8 = ("fp8", "fp8_e4m3")  # types of a KV cache whose prompts the engine's kernels read with its scales
+CAPPED = 256  # queries whose scores a CPU has at a time, if they have a soft cap
 FP8_TOLERANCE = 0.25  # where kernels round probabilities to 8 bits
 
 
@@ -94,12 +95,12 @@ def why_not(impl: Any) -> str | None:
     name = type(impl).__name__
     if name not in _PROMPT:
         return f"layers of {name}"
-    of_8_bits = {"CPUAttentionBackendImpl": (), "TritonAttentionImpl": FP8}  # whose e5m2 is e4m3
-    types = ("auto", "float16", "bfloat16", *of_8_bits.get(name, FP8[:2]))
+    types = ("auto", "float16", "bfloat16", *(() if name == "CPUAttentionBackendImpl" else FP8))
     reasons = {
         "ALiBi, which goes by the distance of query and key": impl.alibi_slopes is not None,
         f"a KV cache of {impl.kv_cache_dtype}": impl.kv_cache_dtype not in types,
         "attention that is not a decoder's": getattr(impl, "attn_type", "decoder") != "decoder",
+        "attention in chunks": getattr(impl, "chunk_lookback", -1) >= 0,  # which has a sliding window, too
         "layers that share KV": impl.kv_sharing_target_layer_name is not None,
         "FlashAttention's kernel for heads of 256": getattr(impl, "fa4_hd256", False),
         "an unknown version of FlashAttention": getattr(impl, "vllm_flash_attn_version", 0) is None,
@@ -294,10 +295,10 @@ def _on_cpu(layer: Any, query: Tensor, kv_cache: Tensor, beams: BeamMetadata, ou
         read = kv_cache.flatten(2).index_select(0, table[: -(-tokens // block)])  # along another axis it copies all
         keys, values = (_unpacked(read, i, *layout)[:, :tokens][:, -beams.seen :] for i, layout in enumerate(layouts))
         asked = query[start:end].unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)  # [KV heads, group, queries, size]
-        asked, cap = asked.flatten(1, 2)[None], layer.impl.logits_soft_cap
-        if cap:
-            scores = cap * torch.tanh(asked.float() @ keys.float().mT * (layer.impl.scale / cap))
-            found, found_sums = scores.softmax(-1) @ values.float(), scores.logsumexp(-1)
+        asked = asked.flatten(1, 2)[None]
+        if layer.impl.logits_soft_cap:
+            each = [_capped(layer.impl, some, keys, values) for some in asked.split(CAPPED, 2)]
+            found, found_sums = (torch.cat(parts, 2) for parts in zip(*each, strict=True))
         else:
             found, found_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 asked, keys[None], values[None], scale=layer.impl.scale
@@ -306,6 +307,13 @@ def _on_cpu(layer: Any, query: Tensor, kv_cache: Tensor, beams: BeamMetadata, ou
         sums.append(found_sums.reshape(heads, end - start))
     output.copy_(torch.cat(outputs))
     return torch.cat(sums, 1)
+
+
+def _capped(impl: Any, asked: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the same of some queries, [1, KV heads, queries, size], with a soft cap of scores."""
+    cap = impl.logits_soft_cap
+    scores = cap * torch.tanh(asked.float() @ keys.float().mT * (impl.scale / cap))
+    return scores.softmax(-1) @ values.float(), scores.logsumexp(-1)
 
 
 _LAYOUTS = "beam_layouts"
@@ -395,5 +403,7 @@ def largest_difference(layer: Any, dtype: torch.dtype, segments: int) -> float:
 
 
 def _rounded(values: Tensor, scale: Tensor) -> Tensor:
-    """Return what 8 bits keep of values."""
-    return (values / scale).to(current_platform.fp8_dtype()).to(values.dtype) * scale
+    """Return what 8 bits keep of values; the engine's kernels, other than torch, keep the largest of larger ones."""
+    kind = current_platform.fp8_dtype()
+    most = torch.finfo(kind).max
+    return (values / scale).clamp(-most, most).to(kind).to(values.dtype) * scale

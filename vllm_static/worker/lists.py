@@ -143,11 +143,13 @@ class WideLists:
             resumed = batch.prefill_len_np[i] > one.prompt.tokens
             if (reason := NoList.NO_ROOM_NOW if resumed else self._reason(one)) is None:
                 lists.append(one)
-                rows.append(int(batch.cu_num_logits_np[i]))  # a prompt's end has one row
+                rows.append(i)
             else:
                 tables[one.prompt.request] = torch.tensor([[REASONS.index(reason)]], dtype=torch.float64)
         if lists:
-            ends = hidden_states[batch.logits_indices[compat.to_device(rows, hidden_states.device)]]
+            # A prompt's end has one row. On the host its place is not known where verification is adaptive.
+            places = batch.cu_num_logits[compat.to_device(rows, hidden_states.device)].long()
+            ends = hidden_states[batch.logits_indices[places]]
             lists = [one._replace(states=ends[n : n + 1]) if one.states is None else one for n, one in enumerate(lists)]
         self.begun |= {one.prompt.slot: one for one in lists}
         groups = self._grouped([each for one in lists for each in one.apart])
@@ -188,7 +190,7 @@ class WideLists:
         """Run the next pieces of the lists that have begun, as far as their share lets a step have them; or the whole.
         The engine core calls it, too, when a step's tokens are on their way (`core.lists`)."""
         self._forget_ended()
-        self._sets.arena.use([one.group[0].number for one in self._making])
+        self._sets.arena.use([one.group[0].number for one in self._making], begins=False)  # this step's drafts follow
         self.share.begin()
         while self._making:
             first = self._making[0]
@@ -365,7 +367,8 @@ class WideLists:
         sums, first = list[Tensor](), 0
         while first < rows:
             logits = logits_of(first, count)
-            sums.append(beams.log_sums(logits, first))
+            if not one.spec.renormalised:
+                sums.append(beams.log_sums(logits, first))
             own = logits.new_empty(lists, rows, queries, len(tokens)) if own is None else own
             own[:, first : first + count] = logits.index_select(2, tokens).unflatten(0, (lists, -1))
             del logits  # before there are the next ones
@@ -373,5 +376,4 @@ class WideLists:
             last = first == rows
             count = yield Piece("choice" if last else "logits", rows if last else min(rows - first, most), each)
         assert own is not None
-        every = None if one.spec.renormalised else torch.cat(sums, 1)
-        beams.round(own.flatten(0, 1), columns=columns, sums=every)
+        beams.round(own.flatten(0, 1), columns=columns, sums=torch.cat(sums, 1) if sums else None)

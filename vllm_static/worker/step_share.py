@@ -77,7 +77,7 @@ class StepShare:
         rows = piece.rows
         if piece.kind in ("pass", "logits") and bound < np.inf:
             fixed, more = self._line(piece.kind)
-            fits = max(bound - fixed, fixed) / (more * piece.each) if more else rows
+            fits = max(bound - self._spent - fixed, fixed) / (more * piece.each) if more else rows
             rows = rows if fits >= rows else max(1, int(fits) // ROWS * ROWS or int(fits))
         counted = rows if piece.kind in ("pass", "graph") else 0
         run, spent = self._run + counted, self._spent + self.ms(piece.kind, rows * piece.each)

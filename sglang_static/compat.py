@@ -143,6 +143,9 @@ def refuse_unmasked(server_args: Any) -> None:
         "--tokenizer-worker-num above 1 takes requests in processes in which item sets would be lost: leave it out": (
             given.tokenizer_worker_num > 1
         ),
+        "SGLANG_RUST_SERVER=1 serves without the processes that know item sets, which would be lost: unset it": (
+            os.environ.get("SGLANG_RUST_SERVER", "0").lower() in ("1", "true", "yes", "y")
+        ),
         "SGLANG_SIMULATE_ACC_LEN accepts drafts without looking at them, so no item set can hold: unset it": (
             float(os.environ.get("SGLANG_SIMULATE_ACC_LEN") or 0) > 0
         ),

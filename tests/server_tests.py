@@ -128,6 +128,7 @@ COMMON: list[tuple[dict[str, Any], str]] = [
     ({"item_set": "films"}, "no item set is called 'films'"),
     ({"item_set": "raged"}, "did you mean 'ragged'"),
     ({"item_set": ["ragged"]}, "item_set must be the name of an item set"),
+    ({"item_set": "view:@" * 100_000}, "no item set is called 'view:@view:@"),
     ({"item_set": "x" * 1_000_000}, f"no item set is called '{'x' * 60}'...: it has fixed"),
     ({"item_set": {"a": "x" * 1_000}}, "a string, not an object"),
     ({"item_sets": "labels"}, "there is no field item_sets: name the item set in item_set"),

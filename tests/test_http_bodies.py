@@ -14,6 +14,8 @@ import pytest
 
 from itemset.errors import ItemSetError
 from itemset.serving.front import http_bodies
+from itemset.serving.front.answer_fields import json_paths
+from itemset.serving.front.model_names import take_set
 from itemset.serving.hooks import Hooks
 
 JSON = [(b"content-type", b"application/json"), (b"content-length", b"2")]
@@ -56,6 +58,25 @@ def served(path: str, headers: Any, *bodies: bytes, items: Any = None, each: int
     gc.collect()
     assert made[0]() is None  # though `scope` is still there
     return given, left
+
+
+def test_a_model_s_name_may_ask_for_a_thought_before_the_list():
+    body = {"model": "qwen3:films?list=10&list_after=</think>"}
+    take_set(body, ["films"])
+    assert body == {"model": "qwen3", "item_set": "films", "list": 10, "list_after": "</think>"}
+
+
+@pytest.mark.parametrize(
+    ("text", "paths"),
+    [
+        (b'{"a": ["x", {"b c": 1}], "d": "', {8: "$.a[0]", 20: '$.a[1]["b c"]', 31: "$.d"}),
+        (rb'{"\ud800": "x", "k\"', {12: '$["\\ud800"]'}),  # half of a pair, and a key that is cut
+        (b'{"a": "' + rb"\"" * 100_000, {7: "$.a"}),  # in linear time
+        (b'"', {1: "$"}),
+    ],
+)
+def test_where_values_stand_in_json(text, paths):
+    assert json_paths(text) == paths
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages", "/health"])

@@ -358,9 +358,9 @@ def watch_reads(llm: Any) -> None:
     use, step = processor.arena.use, processor._slots.step
     processor.named, processor.reads = set(), []
 
-    def named_use(numbers: Any) -> None:
-        processor.named = set(np.asarray(numbers).tolist())
-        use(numbers)
+    def named_use(numbers: Any, *, begins: bool = True) -> None:
+        processor.named = set(np.asarray(numbers).tolist()) | (set() if begins else processor.named)
+        use(numbers, begins=begins)
 
     def watched_step(batch: Any, *args: Any, **kwargs: Any) -> None:
         step(batch, *args, **kwargs)
@@ -467,6 +467,11 @@ def test_verification_that_looks_at_no_mask_is_refused(engines, tiny_model, devi
     config = {**SPECULATIVE, "rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.5, 0.5, 0.5]}
     with pytest.raises(ValueError, match="rejection_sample_method=synthetic accepts drafts without looking"):
         engines("v2", tiny_model, speculative_config=config, **device)
+
+
+def test_vllm_s_front_end_in_rust_is_refused(engines, tiny_model, device):
+    with pytest.raises(ValueError, match="VLLM_USE_RUST_FRONTEND=1 serves without our front end"):
+        engines("v2", tiny_model, env={"VLLM_USE_RUST_FRONTEND": "1"}, **device)
 
 
 BIND = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}  # a core a rank

@@ -146,6 +146,8 @@ def _create_engine_config(original: Callable[..., Any], self: Any) -> Any:
 
     with start_up():
         reason = StaticConfig.of(config.additional_config).why_on_host(compat.why_host_path(config))
+        if int(os.environ.get("VLLM_USE_RUST_FRONTEND", "0")):
+            raise ItemSetError("VLLM_USE_RUST_FRONTEND=1 serves without our front end: unset it, or no set can hold")
         _refuse_speculation(config)
         _add_versions(config)
     if reason is None and not compat.on_device_path(config):

@@ -6,6 +6,7 @@ stand in its constraint, `meta_info["items"]` is a list of them. Other outputs h
 
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from itemset.serving.front import http_bodies
@@ -41,15 +42,16 @@ async def stream_one_response(
                 by_string = isinstance(finish.get("matched"), str)
                 cut = finish["type"] not in ("stop", "length") or (by_string and isinstance(expected, Thought))
                 told = expected.answer_fields(state.output_ids, cut=cut, logs=logs)
-                if not cut:
+                asked = finish.get("length") != 0  # else it is SGLang's own, which caches the prompt of `n` answers
+                if asked and not cut:
                     audit.answered(obj.rid, obj.lora_path, expected, told)
                 stopped = not by_string and finish["type"] == "stop"
-                if fault := count_answer(expected, state.output_ids, told, stopped=stopped):
+                if asked and (fault := count_answer(expected, state.output_ids, told, stopped=stopped)):
                     logger.error("Request %s: %s", obj.rid, fault)
                 if THOUGHT in told:  # whose list has been counted as one
                     from sglang_static.front.list_requests import after_thought
 
-                    told = {"items": await after_thought(self, obj, told[THOUGHT])}
+                    told = {THOUGHT: partial(after_thought, self, obj, told[THOUGHT])}
                 info.update(told)
             if expected is not None and (others or healed) and "text" in part:
                 ids = state.output_ids

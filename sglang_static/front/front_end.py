@@ -77,9 +77,11 @@ class FrontEnd(FrontEndBase):
         each = given if isinstance(given, list) else [given]
         if not all(params is None or isinstance(params, dict) for params in each):
             raise wrong_type("sampling_params of one prompt must be an object: send no list of them")
-        ranked = bool(each) and wants_list(each[0] or {}, fields)
-        if any(wants_candidates(params) != wants_candidates(each[0]) for params in each):
-            raise RefusedError("beam search", f"{LIST}, or {DRAWS}: true, is for all prompts of a batch or for none")
+        ways = [(wants_list(params or {}, fields), wants_candidates(params)) for params in each]
+        ranked = bool(each) and ways[0][0]
+        if any(way != ways[0] for way in ways):
+            message = f"beam_width, {LIST} and {DRAWS} are for all prompts of a batch or for none: send two requests"
+            raise RefusedError("beam search", message)
         with_defaults = [{**self._defaults, **(params or {})} for params in each]
         requests = await self._asked(with_defaults, fields, http_request, ranked=ranked)
         if hasattr(request, "input_ids") and (any(requests) or (fields and not each)):

@@ -1,5 +1,6 @@
 """The HTTP surface: the request fields `item_set` and `choice`, and refusals where SGLang would drop them."""
 
+import asyncio
 import copy
 from collections.abc import Collection, Mapping
 from types import SimpleNamespace
@@ -90,11 +91,14 @@ class ItemSetFields(http_bodies.BodyMiddleware):
         unseen = body.path in ("/generate", "/v1/responses")  # the others wait for the first token
         if front_end is None or not isinstance(given, dict) or not given.get("stream") or not unseen:
             return
+        stated = body.stated if body.path == "/v1/responses" else ()  # of which the judge knows nothing
+        making = [front_end.constraints.prepare(*one) for one in stated]
+        body.made = await http_bodies.while_connected(asyncio.gather(*making), request)  # held meanwhile
         if body.fields is not None or any(constraint_of(one, {}) for one in request_fields.at(given, PARAMS)):
             names = ("custom_logit_processor", *(PROMPTS if body.path == "/generate" else ()))
             known = {name: given.get(name) for name in names} | {PARAMS: copy.deepcopy(given.get(PARAMS))}
-            body.made = SimpleNamespace(**known)  # held meanwhile
-            await front_end.judge(body.made, request)
+            body.made.append(judged := SimpleNamespace(**known))
+            await front_end.judge(judged, request)
 
 
 def _front_end() -> Any:

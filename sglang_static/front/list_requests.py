@@ -25,13 +25,14 @@ from itemset.serving.front.answer_fields import item_logprobs
 from itemset.serving.front.healing import HEALED
 from itemset.serving.front.http_bodies import body, no_body, while_connected
 from itemset.serving.front.list_runner import AbortedError
-from itemset.serving.front.request import wants_candidates
+from itemset.serving.front.request import THOUGHT, wants_candidates
 from itemset.serving.front.request_fields import BEAMS, LOGPROBS, REFERENCE, ListOptions
 from itemset.serving.wire import EngineRequest, ListResult, NoList, Tokens
 from sglang_static.front.request import CARRIED, given_prompts
 
 AFTER = 5  # of the context: SGLang takes prompts shorter than that (managers/tp_worker.py, max_req_input_len)
 Generate = Callable[..., AsyncGenerator[Any, None]]
+_KEPT = ("cache_salt", "extra_key", "priority", "routed_dp_rank")  # of a request, by its list's own requests
 Entries = list[dict[str, Any]]  # what an answer says of each of its items
 
 
@@ -46,7 +47,7 @@ async def ranked(generate: Generate, manager: Any, request: Any, http_request: A
     )
 
     async def each() -> list[tuple[dict[str, Any], Entries]]:
-        given = zip(loras, params, prompts, strict=True)
+        given = zip(loras, params, prompts, map(partial(_kept, request), range(len(prompts))), strict=True)
         tasks = [asyncio.ensure_future(_one(generate, manager, request, *one)) for one in given]
         try:
             return await asyncio.gather(*tasks)
@@ -67,20 +68,50 @@ async def ranked(generate: Generate, manager: Any, request: Any, http_request: A
         yield made[0][0] if single else [answer for answer, _ in made]
 
 
+async def with_lists(part: Any, request: Any) -> Any:
+    """Return an answer, or those of a batch, with the lists after its thoughts. request: Starlette's, None without
+    one.
+
+    These are made when the thoughts' own request has ended: it keeps new weights waiting, and they new requests.
+    """
+    thoughts = [one["meta_info"] for one in (part if isinstance(part, list) else [part]) if THOUGHT in one["meta_info"]]
+    making = [info.pop(THOUGHT)() for info in thoughts]
+    lists = await while_connected(asyncio.gather(*making), request)
+    for info, items in zip(thoughts, lists, strict=True):
+        info["items"] = items
+    return part
+
+
+def is_thought(part: Any) -> bool:
+    return any(THOUGHT in one["meta_info"] for one in (part if isinstance(part, list) else [part]))
+
+
 async def after_thought(manager: Any, request: Any, asked: Any) -> Entries | None:
     """Return what an answer says of the list after its thought, `asked.ended`; None if it was aborted."""
     params = {**request.sampling_params, REFERENCE: asked, "max_new_tokens": None}
     given, prompt = copy.copy(request), [*asked.ended.prompt, *asked.ended.tokens]
     given.stream = given.return_logprob = False
-    answer, entries = await _one(manager.generate_request, manager, given, request.lora_path, params, prompt)
+    of = given, request.lora_path, params, prompt, _kept(request)
+    answer, entries = await _one(manager.generate_request, manager, *of)
     for one, entry in zip(answer["meta_info"]["beam_results"], entries, strict=False):
         entry |= {name: one["meta_info"][name] for name in (LOGPROBS,) if name in one["meta_info"]}
         entry["text"] = one["text"]
     return entries or None
 
 
+def _kept(request: Any, prompt: int = 0) -> dict[str, Any]:
+    values = {name: getattr(request, name) for name in _KEPT}
+    return {name: one[prompt] if isinstance(one, list) else one for name, one in values.items()}
+
+
 async def _one(
-    generate: Generate, manager: Any, request: Any, lora: str | None, params: dict[str, Any], given: str | list[int]
+    generate: Generate,
+    manager: Any,
+    request: Any,
+    lora: str | None,
+    params: dict[str, Any],
+    given: str | list[int],
+    kept: Mapping[str, Any],
 ) -> tuple[dict[str, Any], Entries]:
     """Return the answer to one prompt, and what it says of each item: of none if the engine has aborted it."""
     front_end, tokenizer, asked = manager.static_front_end, manager.tokenizer, params[REFERENCE]
@@ -89,7 +120,7 @@ async def _one(
     if request.stream or request.return_logprob:
         what = "a ranked list has" if isinstance(asked.several, ListOptions) else "draws have"
         raise RefusedError("beam search", f"{what} no stream and no logprobs of single tokens: leave them out")
-    end, ask = tokenizer.eos_token_id, partial(_ask, generate, lora, set(), prompt)
+    end, ask = tokenizer.eos_token_id, partial(_ask, generate, {"lora_path": lora, **kept}, set(), prompt)
     begin = partial(front_end.list_job, asked, lora, prompt_tokens=len(prompt))
     job = await asyncio.to_thread(begin)  # the set's tokens may have to be looked through
     said, texts, special = dict[str, Any](), dict[Tokens, str](), frozenset(getattr(tokenizer, "all_special_ids", ()))
@@ -101,7 +132,7 @@ async def _one(
     best: Any = None
     try:
         if job.carried is not None:
-            result, texts, info = await _in_one_request(generate, manager, prompt, job.carried)
+            result, texts, info = await _in_one_request(generate, manager, prompt, job.carried, kept)
             said |= info
             best = front_end.one_request.outcome(job.carried, result, job.search)
         if best is None:
@@ -111,7 +142,7 @@ async def _one(
             await front_end.lists.run(logs, ask, read)
     except AbortedError as error:
         info = {"finish_reason": error.args[0]}
-        none = {"output_ids": [], "text": "", "meta_info": info}
+        none = {"output_ids": [], "text": "", "meta_info": {**info, "item": None}}
         return {**none, "meta_info": {**info, "beam_results": [none] * asked.wanted}}, []
     # What SGLang says of any answer, such as the version of the weights, is that of the last pass.
     common = {name: value for name, value in said.items() if "logprob" not in name}
@@ -142,7 +173,7 @@ async def _one(
 
 
 async def _in_one_request(
-    generate: Generate, manager: Any, prompt: list[int], carried: EngineRequest
+    generate: Generate, manager: Any, prompt: list[int], carried: EngineRequest, kept: Mapping[str, Any]
 ) -> tuple[ListResult, dict[Tokens, str], dict[str, Any]]:
     """Return what the engine has made, the items' texts, and what SGLang says of any answer. Cancelled, it takes the
     request back."""
@@ -151,6 +182,7 @@ async def _in_one_request(
         input_ids=prompt,
         sampling_params={"beam_width": 2, "max_new_tokens": 1, "skip_special_tokens": True},
         log_metrics=False,
+        **kept,
     )
     setattr(request, CARRIED, carried)
     try:
@@ -182,7 +214,7 @@ async def _in_one_request(
 
 
 async def _ask(
-    generate: Generate, lora: str | None, loaded: set[str | None], prompt: list[int], one: Pass
+    generate: Generate, kept: Mapping[str, Any], loaded: set[str | None], prompt: list[int], one: Pass
 ) -> dict[str, Any]:
     """Return SGLang's answer to one pass. Raises RefusedError for a second adapter. loaded: the list's so far."""
     asked = GenerateReqInput(
@@ -191,13 +223,15 @@ async def _ask(
         return_logprob=True,
         logprob_start_len=len(prompt) + one.known - 1,
         token_ids_logprob=one.after.tolist() or [0],
-        lora_path=lora,
         log_metrics=False,
+        **kept,
     )
     output = await _output(generate, asked)
     loaded.add(asked.lora_id)
     if len(loaded) > 1:
-        raise RefusedError("beam search", f"the adapter {lora!r} was loaded anew while this list was made: ask again")
+        raise RefusedError(
+            "beam search", f"the adapter {kept['lora_path']!r} was loaded anew while this list was made: ask again"
+        )
     return output
 
 

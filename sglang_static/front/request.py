@@ -155,8 +155,8 @@ def check_prompts(request: Any, *, listed: bool) -> None:
             message = f"{what} a prompt: give text, or input_ids, one or a list that is not empty"
             raise request_fields.wrong_type(message, "text")
         return
-    for name in ("sampling_params", "lora_path"):
-        value = getattr(request, name)
+    for name in ("sampling_params", "lora_path", "cache_salt", "extra_key"):
+        value = getattr(request, name, None)
         if isinstance(value, list) and alone:
             raise request_fields.wrong_type(f"{name} of one prompt is no list: take it out of that", name)
         if isinstance(value, list) and len(value) != len(prompts):

@@ -50,9 +50,17 @@ async def _generate_request(
 
         with metrics.refusals():
             # Encoding a large inline set takes seconds, and all below runs on the event loop.
-            ranked = await self.static_front_end.judge(obj, request)
-            async for part in list_requests.ranked(original, self, obj, request) if ranked else original():
+            client = None if getattr(obj, "background", False) else request  # nobody waits for that one
+            ranked = await self.static_front_end.judge(obj, client)
+            thoughts = []
+            async for part in list_requests.ranked(original, self, obj, client) if ranked else original():
+                if list_requests.is_thought(part):
+                    thoughts.append(part)
+                    continue
                 answers.note(part)
+                yield part
+            for part in thoughts:
+                answers.note(await list_requests.with_lists(part, client))
                 yield part
             return
     async for part in original():

@@ -75,6 +75,20 @@ def test_a_set_too_long_for_the_memory(engines, tiny_model, tmp_path, path):
     assert engine.generate(input_ids=[7, 8], sampling_params={"max_new_tokens": 2})["output_ids"]
 
 
+def test_a_server_without_our_front_end_is_refused(monkeypatch):
+    from types import SimpleNamespace
+
+    from sglang_static import compat
+
+    given = SimpleNamespace(speculative_algorithm=None, speculative_accept_threshold_single=1, tokenizer_worker_num=1)
+    given.speculative_accept_threshold_acc = 1
+    monkeypatch.setattr(compat, "resolved", lambda _: given)
+    compat.refuse_unmasked(None)
+    monkeypatch.setenv("SGLANG_RUST_SERVER", "true")
+    with pytest.raises(ValueError, match="SGLANG_RUST_SERVER=1 serves without the processes that know item sets"):
+        compat.refuse_unmasked(None)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -236,6 +236,23 @@ def test_answers_of_generate_name_their_items_key(server, named_sets):
     wait_for(lambda: logged.keys() <= {line["id"] for line in audit_lines(named_sets)})
     found = {line["id"]: line["items"] for line in audit_lines(named_sets)}
     assert {name: found[name] for name in logged} == logged
+    before = len(found)
+    assert len(server.post("/generate", asked | {"sampling_params": {"n": 3}})[1]) == 6
+    wait_for(lambda: len(audit_lines(named_sets)) >= before + 6)
+    assert all(line["items"] for line in audit_lines(named_sets)[before:])  # SGLang's own request for a prompt has none
+
+
+def test_a_streamed_response_with_a_bad_schema_is_http_400(server):
+    schema = {"type": "object", "properties": {"film": {"type": "string", "item_set": "no set"}}}
+    stated = {"type": "json_schema", "name": "film", "schema": schema}
+    given = {"model": "tiny", "input": "p", "stream": True, "text": {"format": stated}}
+    check_refused(server, "/v1/responses", given, "no item set is called 'no set'")
+
+
+def test_parameters_of_a_batch_are_all_for_lists_or_none(server):
+    each = [{"item_set": "labels", "beam_width": 4}, {"item_set": "labels", "n": 3}]
+    for params in (each, each[::-1]):
+        check_refused(server, "/generate", {"text": ["p", "q"], "sampling_params": params}, "are for all prompts of a")
 
 
 def test_custom_params_hold_no_set_where_they_are_not_read(server):

@@ -325,6 +325,54 @@ def test_a_list_after_a_thought_is_that_of_two_requests(wide, name, options):
         assert all(("item_logprobs" in one) is ("item_logprobs" in options) for one in info["items"])
 
 
+def _salted(engine: Any, salt: str, salts: list[str | None]) -> None:
+    """An ordinary request with a salt, and then lists of its prompt with others."""
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    async def one(salt: str | None, params: dict[str, Any]) -> None:
+        given = GenerateReqInput(input_ids=[*range(300, 340)], sampling_params=params, cache_salt=salt)
+        async for _ in engine.tokenizer_manager.generate_request(given):
+            pass
+
+    engine.loop.run_until_complete(one(salt, {"max_new_tokens": 1}))
+    for each in salts:
+        engine.loop.run_until_complete(one(each, named("large", beam_width=24)))
+
+
+def test_prompts_with_a_cache_salt_share_no_cache_with_others(wide):
+    wide.call(_note_cached)
+    wide.call(_salted, "a", [None, "a", "b"])
+    assert [count > 0 for count in wide.call(_in_order)] == [False, True, False]
+
+
+def _in_order(engine: Any) -> list[int]:
+    from sglang_static.front import list_requests
+
+    return list_requests.cached
+
+
+def _beside_new_weights(engine: Any, model: str) -> tuple[Any, bool]:
+    from sglang.srt.managers import io_struct as ask_for
+
+    params = named("large", max_new_tokens=150, list=4, list_after="station", logit_bias={"474": 4.0})
+
+    async def both() -> Any:
+        thought = asyncio.ensure_future(engine.async_generate(input_ids=[*range(100, 140)], sampling_params=params))
+        await asyncio.sleep(0.05)
+        asked = ask_for.UpdateWeightFromDiskReqInput(model_path=model)
+        updated, _, _ = await engine.tokenizer_manager.update_weights_from_disk(asked)
+        return (await thought)["meta_info"]["items"], updated
+
+    return engine.loop.run_until_complete(asyncio.wait_for(both(), 120))
+
+
+def test_new_weights_that_come_while_a_thought_is_made(wide, tiny_model):
+    """They wait for it, and its list for them: before, each waited for the other, and all requests for both."""
+    items, updated = wide.call(_beside_new_weights, str(tiny_model))
+    assert updated
+    assert len(items) == 4
+
+
 def _items_inside(engine: Any) -> float:
     from itemset.serving.metrics import INSIDE
 

@@ -385,6 +385,8 @@ async def online(asked: ItemRequest, client: Any, prompt: Any, request_id: str, 
             await lists.run(logs, ask, made.answer)
     except AbortedError:
         none = [CompletionOutput(i, "", [], 0.0, None, finish_reason=ABORT) for i in range(asked.wanted)]
+        for one in none:
+            one.item = None
         return _output(request_id, prompt, none)
     items: list[tuple[Any, Any, str]] = []
     async for part in lists.entries(best, made.job.item_set, made.job.of_set, made.job.names):

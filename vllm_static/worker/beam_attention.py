@@ -295,25 +295,25 @@ def _on_cpu(layer: Any, query: Tensor, kv_cache: Tensor, beams: BeamMetadata, ou
         read = kv_cache.flatten(2).index_select(0, table[: -(-tokens // block)])  # along another axis it copies all
         keys, values = (_unpacked(read, i, *layout)[:, :tokens][:, -beams.seen :] for i, layout in enumerate(layouts))
         asked = query[start:end].unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)  # [KV heads, group, queries, size]
-        asked = asked.flatten(1, 2)[None]
-        if layer.impl.logits_soft_cap:
-            each = [_capped(layer.impl, some, keys, values) for some in asked.split(CAPPED, 2)]
-            found, found_sums = (torch.cat(parts, 2) for parts in zip(*each, strict=True))
-        else:
-            found, found_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                asked, keys[None], values[None], scale=layer.impl.scale
-            )
+        attend_to = _capped if layer.impl.logits_soft_cap else _by_torch
+        found, found_sums = attend_to(layer.impl, asked.flatten(1, 2)[None], keys[None], values[None])
         outputs.append(found[0].unflatten(1, (-1, end - start)).permute(2, 0, 1, 3).reshape(end - start, heads, size))
         sums.append(found_sums.reshape(heads, end - start))
     output.copy_(torch.cat(outputs))
     return torch.cat(sums, 1)
 
 
-def _capped(impl: Any, asked: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the same of some queries, [1, KV heads, queries, size], with a soft cap of scores."""
-    cap = impl.logits_soft_cap
-    scores = cap * torch.tanh(asked.float() @ keys.float().mT * (impl.scale / cap))
-    return scores.softmax(-1) @ values.float(), scores.logsumexp(-1)
+def _by_torch(impl: Any, asked: Tensor, keys: Tensor, values: Tensor) -> Any:
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(asked, keys, values, scale=impl.scale)
+
+
+def _capped(impl: Any, asked: Tensor, keys: Tensor, values: Tensor) -> list[Tensor]:
+    """Return attention and log-sum-exp of queries, [1, KV heads, queries, size], with a soft cap of scores."""
+    cap, keys, values, each = impl.logits_soft_cap, keys.float().mT * impl.scale, values.float(), []
+    for some in asked.float().split(CAPPED, 2):
+        scores = cap * torch.tanh(some @ keys / cap)
+        each.append((scores.softmax(-1) @ values, scores.logsumexp(-1)))
+    return [torch.cat(parts, 2) for parts in zip(*each, strict=True)]
 
 
 _LAYOUTS = "beam_layouts"
@@ -349,12 +349,8 @@ def _cpu_layouts(layer: Any, dtype: torch.dtype, block: int) -> list[tuple[tuple
     return layouts
 
 
-_PROMPT = {
-    "FlashAttentionImpl": _by_flash,
-    "TritonAttentionImpl": _by_triton,
-    "FlashInferImpl": _by_triton,
-    "CPUAttentionBackendImpl": _on_cpu,
-}
+_PROMPT = {"FlashAttentionImpl": _by_flash, "CPUAttentionBackendImpl": _on_cpu}
+_PROMPT |= dict.fromkeys(("TritonAttentionImpl", "FlashInferImpl"), _by_triton)
 
 
 @torch.inference_mode()

@@ -18,7 +18,7 @@ from itemset.serving.wire import INLINE, LOGPROBS, name_of
 
 FIELDS = ("item", "items", LOGPROBS)  # of an answer: which items it is or holds, and its tokens' log-probabilities
 
-_JSON_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|[{}\[\],:]|[^\s{}\[\],:"]+', re.DOTALL)
+_JSON_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*("?)|[{}\[\],:]|[^\s{}\[\],:"]+', re.DOTALL)
 _NAME = re.compile(r"[A-Za-z_]\w*")
 
 Logs = tuple[Sequence[float], Sequence[float]]  # log p and log q of an answer's tokens: by the model, inside the set
@@ -155,11 +155,11 @@ def json_paths(text: bytes) -> dict[int, str]:
             is_key = False
         elif not is_key:
             found[match.start() + token.startswith(b'"')] = "$" + "".join(_step(one) for one in above)
-        elif token.startswith(b'"'):
+        elif match[1]:  # a key that is whole
             above[-1] = json.loads(token)
     return found
 
 
 def _step(key: str | int | None) -> str:
     key = "" if key is None else key
-    return f".{key}" if _NAME.fullmatch(str(key)) else f"[{json.dumps(key, ensure_ascii=False)}]"
+    return f".{key}" if _NAME.fullmatch(str(key)) else f"[{json.dumps(key)}]"

@@ -10,7 +10,17 @@ import msgspec
 
 from itemset.errors import shown
 from itemset.serving.catalogue import RefusedError, alike
-from itemset.serving.front.request_fields import BEAMS, DRAWN, LIST, OF_ITEMS, OF_SET, OPTIONS, REFERENCE, wrong_type
+from itemset.serving.front.request_fields import (
+    BEAMS,
+    DRAWN,
+    LIST,
+    LIST_AFTER,
+    OF_ITEMS,
+    OF_SET,
+    OPTIONS,
+    REFERENCE,
+    wrong_type,
+)
 
 _WORDS = [word for word in dict.fromkeys((LIST, *OF_SET, *OF_ITEMS, *OPTIONS, *DRAWN)) if word != REFERENCE]
 
@@ -27,7 +37,7 @@ def take_set(body: Any, sets: Collection[str]) -> None:
     name, _, query = model.partition("?")
     base, _, name = name.rpartition(":")
     if base and name not in sets and (meant := alike(name, sets)):
-        message = f"model {shown(model)}: no item set is called {name!r}: did you mean {meant!r}?"
+        message = f"model {shown(model)}: no item set is called {shown(name)}: did you mean {meant!r}?"
         raise RefusedError("unknown set", message, "model")
     if not base or name not in sets:
         return
@@ -37,13 +47,15 @@ def take_set(body: Any, sets: Collection[str]) -> None:
         )
         raise RefusedError("two constraints", message, "model")
     said: dict[str, Any] = {REFERENCE: name}
-    for word, text in parse_qsl(query, keep_blank_values=True):
+    options = parse_qsl(query, keep_blank_values=True)
+    of_thought = any(word == LIST_AFTER for word, _ in options)  # beside which `list` is a word of its own
+    for word, text in options:
         if word not in _WORDS:
             raise wrong_type(f"model {shown(model)}: there is no {shown(word)}, only {', '.join(_WORDS)}", "model")
         value: Any = text
         with contextlib.suppress(ValueError):
             value = json.loads(text)
-        said |= {BEAMS: True, "n": value} if word == LIST else {word: value}
+        said |= {BEAMS: True, "n": value} if word == LIST and not of_thought else {word: value}
     body |= said | {word: value for word, value in body.items() if value is not None} | {"model": base}
 
 

@@ -172,10 +172,11 @@ def report_unnamed_reads(module: ModuleType) -> None:
     could be ahead of the copy of its set."""
     use, named = module.Arena.use, set()
 
-    def named_use(arena: Any, numbers: Any) -> None:
-        named.clear()
+    def named_use(arena: Any, numbers: Any, *, begins: bool = True) -> None:
+        if begins:
+            named.clear()
         named.update(numbers)
-        use(arena, numbers)
+        use(arena, numbers, begins=begins)
 
     def watched(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)

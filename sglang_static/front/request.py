@@ -140,11 +140,11 @@ def check_prompts(request: Any, *, listed: bool) -> None:
         raise request_fields.wrong_type("text and input_ids are of different prompts: give one of them", "input_ids")
     session = request.session_params or {}
     if not isinstance(session, dict) or not all(isinstance(one, str | int | None) for one in session.values()):
-        message = f"session_params must be an object of texts, numbers and bools, not {session!r:.80}"
+        message = f"session_params must be an object of texts, numbers and bools, not {session!r:.60}"
         raise request_fields.wrong_type(message, "session_params")
     known = compat.messages.SessionParams.__struct_fields__
     if unknown := [name for name in session if name not in known]:
-        message = f"session_params has no {unknown[0]!r:.80}, it has {', '.join(known)}"
+        message = f"session_params has no {unknown[0]!r:.60}, it has {', '.join(known)}"
         raise request_fields.wrong_type(message, "session_params")
     if not alone and not (
         _are(str, prompts) or (_are(list | tuple | array, prompts) and all(_are(Integral, one) for one in prompts))

@@ -178,6 +178,8 @@ def _asked(
     given = {"model": "", "messages" if chat else "prompt": prompt}
     extra = {**words, **options.pop("extra_body", {})}
     for name, value in options.items():
+        if name in ("exclude_keys", "only_keys") and not isinstance(value, str | list):
+            value = value.tolist() if hasattr(value, "tolist") else list(value)  # an array, a set
         (given if name in declared else extra)[name] = value
     answer = create(**given, extra_body=extra)
     return _later(answer, take) if inspect.isawaitable(answer) else take(answer)

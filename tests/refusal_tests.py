@@ -11,7 +11,7 @@ from engine_words import asked
 from request_fields import fields_of
 
 import itemset
-from itemset.serving.front.request_fields import BEAMS, DRAWN, OPTIONS, nearest
+from itemset.serving.front.request_fields import BEAMS, DRAWN, OPTIONS, elsewhere, nearest
 
 RAGGED = asked("ragged")
 
@@ -110,6 +110,7 @@ def test_no_field_of_the_engines_own_is_taken_for_a_misspelled_word(surface):
         ours.check(path, {extras: dict.fromkeys(fields, 1)}, {}, ours=True)
     for field in fields - {BEAMS}:
         assert nearest(field, (*OPTIONS, BEAMS, *DRAWN)) is None, field
+        assert elsewhere(field) is None, field
 
 
 EXTREMES: list[dict[str, Any]] = [

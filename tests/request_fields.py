@@ -61,6 +61,12 @@ BAD_SELECTIONS: list[tuple[dict[str, Any], str]] = [
     ({"item_attributes": True}, "item_attributes are of the items of a registered set: name the set as item_set"),
     (of(item_atributes=["tag"]), "there is no field item_atributes: send item_attributes"),
     (of(filter={"tag": 1}), "there is no field 'filter': did you mean item_filter?"),
+    (of(filters={"tag": 1}), "there is no field 'filters': did you mean item_filter?"),
+    (of(metadata_filter={"tag": 1}), "there is no field 'metadata_filter': did you mean item_filter?"),
+    (of(exclude_ids=[1]), "there is no field 'exclude_ids': did you mean exclude_keys?"),
+    (of(only_items=[1]), "there is no field 'only_items': did you mean only_keys?"),
+    (of(num_beams=4), "there is no field 'num_beams': did you mean width?"),
+    (of(attributes=["year"]), "there is no field 'attributes': did you mean item_attributes?"),
     (of(item_fliter={"tag": 1}), "there is no field item_fliter: send item_filter"),
 ]
 """What chooses among the items of the named sets of `sets`, and cannot; and a part of what both engines say of it."""

@@ -202,4 +202,4 @@ def test_tools_of_every_form():
         {"type": "namespace", "tools": [{"name": "f", "parameters": given}]},
     ):
         with pytest.raises(RefusedError, match="the parameters of the tool 'f' hold an item_set"):
-            refuse_loose_tools([tool], None, lambda strict: strict)
+            refuse_loose_tools([tool], None, lambda strict: strict, named_holds=False)

@@ -152,16 +152,23 @@ def test_tools(server):
         status, answer = server.post("/v1/chat/completions", loose)
         assert (status, answer["error"]["param"]) == (400, "tools")
         assert '"strict": true' in answer["error"]["message"]
-        assert ("name it in tool_choice" in answer["error"]["message"]) == (choice is not named)
+        assert "name it in tool_choice" not in answer["error"]["message"]  # which would not help
     strict = [{"type": "function", "function": function | {"strict": True}}]
-    status, answer = server.post("/v1/chat/completions", CHAT | {"tools": strict, "tool_choice": named})
-    assert status == 200, answer
-    choice = answer["choices"][0]
-    films = [item["text"] for item in choice["items"]]
-    assert set(films) <= set(TITLES)
-    assert len(set(films)) == len(films)
-    for call in choice["message"].get("tool_calls") or ():  # none if a limit has cut it
-        assert json.loads(call["function"]["arguments"])["films"] == films
+    for chosen in (named, "required"):
+        asked = CHAT | {"tools": strict, "tool_choice": chosen, "max_tokens": 600, "parallel_tool_calls": False}
+        status, answer = server.post("/v1/chat/completions", asked)
+        assert status == 200, answer
+        choice = answer["choices"][0]
+        films = [item["text"] for item in choice["items"]]
+        assert set(films) <= set(TITLES)
+        assert len(set(films)) == len(films)
+        (call,) = choice["message"]["tool_calls"]
+        assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("show", {"films": films})
+        events = server.events("/v1/chat/completions", asked | {"stream": True})
+        deltas = [event["choices"][0]["delta"] for event in events if event["choices"]]
+        assert not any(delta.get("content") for delta in deltas)
+        calls = [call["function"] for delta in deltas for call in delta.get("tool_calls") or ()]
+        assert {*json.loads("".join(call.get("arguments") or "" for call in calls))["films"]} <= {*TITLES}
 
 
 def test_tools_of_every_model_whose_tags_are_known():

@@ -11,11 +11,9 @@ import sys
 import threading
 import urllib.request
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from itemset.cli.options import Command
 from itemset.errors import ItemSetError
@@ -72,7 +70,10 @@ def add_to(command: Command) -> None:
 def serve(args: argparse.Namespace) -> None:
     """Start the engine, tell what to ask it when it is ready, and wait for its end. Raises ItemSetError if it fails."""
     command, environment, url, name = command_of(args, args.more)
-    _check(*named(args.source))
+    _, source = named(args.source)
+    paths = (source, os.path.expanduser(source.rpartition("?")[0] or source))
+    if not (is_uri(source) or "*" in source or any(map(os.path.exists, paths))):
+        raise ItemSetError(f"no file {source}: check the path")  # which the engine says after all its imports
     added = [f"{name}={value}" for name, value in environment.items() if os.environ.get(name) != value]
     print(f"$ {shlex.join([*added, *command])}", file=sys.stderr, flush=True)
     with subprocess.Popen(command, env=environment) as server:
@@ -106,21 +107,6 @@ def command_of(args: argparse.Namespace, more: Sequence[str]) -> tuple[list[str]
         if emulated and "--dtype" not in more and not quantised:
             given += ["--dtype", "float32"]  # most models have bfloat16, which takes five times as long there
     return [sys.executable, *given, *more], environment, f"http://localhost:{args.port or port}/v1", name
-
-
-def _check(name: str, source: str) -> None:
-    """Judge a file as the engine will once it has imported all it needs: is it there, and which column has items?"""
-    from itemset.source_sets import with_indexes
-
-    paths = (source, os.path.expanduser(source.rpartition("?")[0] or source))
-    if not (is_uri(source) or "*" in source or any(map(os.path.exists, paths))):
-        raise ItemSetError(f"no file {source}: check the path")
-
-    def tokenizer() -> Any:
-        raise NotImplementedError  # the engine's builds the index
-
-    with suppress(NotImplementedError):
-        with_indexes({"item_sets": {name: source}}, tokenizer)
 
 
 def named(given: str) -> tuple[str, str]:

@@ -63,7 +63,10 @@ class ItemSetFields(http_bodies.BodyMiddleware):
             return
         if isinstance(tools := given.get("tools"), list) and given.get("tool_choice") != "none":
             forced = given.get("tool_choice") not in (None, "auto")
-            refuse_loose_tools(tools, given.get("tool_choice"), lambda strict: path in SERVED and (forced or strict))
+            holds = path in SERVED
+            refuse_loose_tools(
+                tools, given.get("tool_choice"), lambda strict: holds and (forced or strict), named_holds=holds
+            )
         noted.stated = constraints_of(given, fields)
         if path not in SERVED:
             return

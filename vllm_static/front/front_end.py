@@ -129,7 +129,8 @@ class FrontEnd(FrontEndBase):
         def expected(request: Any) -> Expected | ExpectedItems:
             """Called when vLLM has completed the request: whether it begins with reasoning is known last."""
             content = compat.content_after_reasoning(self.vllm_config, self._tokenizer, request)
-            body().begin(thinks=content is not None)
+            calls = asked.constraint is not None and not body().stated  # a constraint that vLLM has made of tools
+            body().begin(thinks=calls or content is not None)
             stop_tokens = frozenset(request.sampling_params.all_stop_token_ids)
             return self.expected(asked, stop_tokens, content)
 

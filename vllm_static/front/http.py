@@ -144,6 +144,7 @@ def with_item_set(params: Any) -> Any:
             [tool.model_dump() for tool in request.tools],
             choice if isinstance(choice, str) else choice.model_dump(),
             lambda strict: kind == JSON or (kind == TAG and strict),
+            named_holds=False,
         )
     if body.judged is not None:
         if not hasattr(params, "beam_width"):

@@ -256,21 +256,22 @@ def refuse_lost(stated: Collection[tuple[str, Any]], reached: int) -> None:
         )
 
 
-def refuse_loose_tools(tools: Sequence[Any], choice: Any, held: Callable[[bool], bool]) -> None:
+def refuse_loose_tools(tools: Sequence[Any], choice: Any, held: Callable[[bool], bool], *, named_holds: bool) -> None:
     """Raises RefusedError for tools with item sets in their parameters, which the engine would leave free.
 
     tools, choice: of OpenAI's or Anthropic's form. held: whether a tool's parameters hold, given whether it is strict.
+    named_holds: whether they do if the tool is named.
     """
     chosen = choice if isinstance(choice, dict) else {}
     named = (chosen["function"] if isinstance(chosen.get("function"), dict) else chosen).get("name")
     for given in objects(tools):
         if isinstance(given.get("tools"), list):  # a namespace of several
-            refuse_loose_tools(given["tools"], choice, held)
+            refuse_loose_tools(given["tools"], choice, held, named_holds=named_holds)
         function = given["function"] if isinstance(given.get("function"), dict) else given
         parameters, strict = function.get("parameters", function.get("input_schema")), function.get("strict") is True
         if isinstance(parameters, dict) and not held(strict) and holds_sets(JSON, parameters):
             mends = [] if strict else ['add "strict": true to the function']
-            mends += ["name it in tool_choice"] if named is None or named != function.get("name") else []
+            mends += ["name it in tool_choice"] if named_holds and named != function.get("name") else []
             raise RefusedError(
                 "item set inside",
                 f"the parameters of the tool {shown(function.get('name'))} hold an item_set, but this engine leaves "

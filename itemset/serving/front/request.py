@@ -250,7 +250,7 @@ def check_options(given: Mapping[str, Any], *, ranked: bool, drawn: bool = False
     of_sets = (*fields.SELECTION, *fields.STEERING, *fields.OF_ANSWERS)
     words = (*fields.OPTIONS, BEAMS, *of_sets, *fields.DRAWN, LIST_AFTER)
     for key in (*islice(given, fields.COMPARED), *given.keys() & {*fields.OPTIONS, *fields.DRAWN}):
-        meant = None if drawn and key == fields.CANDIDATES else fields.ELSEWHERE.get(key)
+        meant = None if key in words and (drawn or key != fields.CANDIDATES) else fields.elsewhere(key)
         word = meant or fields.nearest(key, words)
         if word not in (None, key):
             raise wrong_type(f"there is no field {shown(key)}: did you mean {word}?", key)

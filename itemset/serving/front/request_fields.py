@@ -1,6 +1,7 @@
 """The fields of a request that this plugin reads, and which misspelled ones mean them."""
 
 import functools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, Self, get_args
 
@@ -18,8 +19,6 @@ CHOICE, STRUCTURED, GUIDED = "choice", "structured_outputs", "guided_choice"
 FILTER, EXCLUDE, ONLY, PROMPT = SELECTION = ("item_filter", "exclude_keys", "only_keys", "exclude_prompt")
 """What chooses among the items of a registered set: see `itemset.select.views.view`."""
 BOOST, BOOST_KEYS = STEERING = ("boost", "boost_keys")  # what adds to scores: see `itemset.select.views.view`
-ELSEWHERE = {"filter": FILTER, "where": FILTER, "exclude": EXCLUDE, "only": ONLY, "candidates": ONLY}
-"""What others call these. A server would drop such a field, and answer of all items."""
 BEAMS = "use_beam_search"  # vLLM's word for a ranked list, on OpenAI endpoints of both engines
 DRAWS, DRAW, CANDIDATES, REPLACE, APPROXIMATE = DRAWN = ("draws", "draw", "candidates", "replace", "approximate")
 """What a request for draws alone gives beside its set: see `DrawOptions`."""
@@ -34,6 +33,15 @@ WEIGHT = "return_set_weight"  # asks for the probability of an answer's set alon
 ATTRIBUTES = "item_attributes"  # asks for attributes of the items in answers: their names, or true for all
 LOGPROBS = wire.LOGPROBS
 NO_ATTRIBUTES = f"{ATTRIBUTES} are of the items of a registered set: name the set as {REFERENCE}, or omit it"
+_KEYS = "(ids?|items?|keys?)?"
+_ELSEWHERE = {
+    FILTER: r"(item|meta|metadata|attribute|pre|post)?filters?|where",
+    EXCLUDE: rf"(exclud(e|ed|ing)|seen|blocked|banned){_KEYS}",
+    ONLY: rf"only{_KEYS}|(allow|allowed|include)(ids?|items?|keys?)|candidates?|keys",
+    ATTRIBUTES: r"(with|return|include)?attributes?",
+    "width": r"(num)?beams?|beamsize",
+}
+"""What others call these, folded. A server would drop such a field, and answer of all items."""
 OF_ANSWERS = (WEIGHT, LOGPROBS, ATTRIBUTES)  # what answers are to say of items besides their keys
 LIST = "list"
 """In the parameters of `generate`: its `n` candidates are the n best items. DRAWS there may be true: n draws. Beside
@@ -109,6 +117,12 @@ def attributes_asked(given: Mapping[str, Any]) -> Sequence[str] | bool:
     raise wrong_type(
         f"{ATTRIBUTES} must be true, or a list of one or more of their names; it is {shown(asked)}", ATTRIBUTES
     )
+
+
+def elsewhere(key: str) -> str | None:
+    """Return the word that others write so; None where they write none of ours."""
+    folded = _folded(key[:40])
+    return next((word for word, pattern in _ELSEWHERE.items() if re.fullmatch(pattern, folded)), None)
 
 
 def nearest(key: str, words: tuple[str, ...]) -> str | None:

@@ -113,7 +113,13 @@ def test_copies_that_nobody_maps_go_after_a_while(path, cache, tmp_path):
     ).stdout.strip()
     (cache / "notes").touch()  # not ours
     (cache / "incomplete").write_bytes(b"of a start that was killed")
+    built = private_copies.folder_of_indexes(str(cache))
+    forms = [built / f"{version}-json.itemset" for version in (mine, "0" * 32)]  # of a copy, and of none any more
+    for form in (*forms, built / f"{'1' * 32}.itemset"):
+        form.touch()
     private_copies.delete_unused(str(cache))
+    assert {*built.iterdir()} == {forms[0], built / f"{'1' * 32}.itemset"}
+    shutil.rmtree(built)
     assert copies(cache) == sorted([mine, others, "notes"])
     for name in copies(cache):
         os.utime(cache / name, (0, time.time() - private_copies.KEPT_SECONDS - 1))

@@ -24,7 +24,7 @@ import itemset
 from itemset import published
 from itemset.errors import ItemSetError, ItemSetWarning
 from itemset.masking.arena import Arena, ArenaFullError, arena_bytes, room_for
-from itemset.masking.arena_plan import Holdings
+from itemset.masking.arena_plan import Holdings, Plan
 from itemset.serving import metrics
 from itemset.serving.catalogue import Catalogue, RefusedError, with_versions
 from itemset.serving.config import ModelLimits, StaticConfig, Words
@@ -370,6 +370,13 @@ def test_a_set_of_a_file_is_not_followed(films, tmp_path):
 def versions_of(count: int) -> list[itemset.ItemSet]:
     draw = np.random.default_rng(0)
     return [itemset.build(draw.integers(0, 300, (400, 5))) for _ in range(count)]
+
+
+def test_a_version_that_is_overtaken_leaves_its_room_to_the_next():
+    served, *others = versions_of(3)
+    holdings = Holdings(Plan(arena_bytes([served, max(others, key=room_for)], 256)), {"films": served})
+    for one in others:
+        holdings.hold("films", one)
 
 
 def test_the_version_before_stays_until_its_room_is_needed():

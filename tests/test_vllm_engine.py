@@ -16,6 +16,7 @@ from engine_tests import *  # noqa: F403 - its tests, with the engine of this mo
 from engine_words import CITIES, EOS
 from test_vllm_ranking import check_scores_beside_others
 from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
@@ -141,6 +142,16 @@ def test_inline_sets_answer_as_xgrammar_does(runner, engines, tiny_model, engine
 def canonical_tokens(llm, texts: list[str]) -> dict[str, list[int]]:
     tokenizer = llm.get_tokenizer()
     return {text: tokenizer.encode(text, add_special_tokens=False) for text in texts}
+
+
+def streamed(llm: Any) -> None:
+    params, prompt = SamplingParams(extra_args={"item_set": "fixed"}), {"prompt_token_ids": [5]}
+    llm.llm_engine.input_processor.process_inputs("0", prompt, params, ("generate",), resumable=True)
+
+
+def test_a_prompt_that_is_streamed_takes_no_set(engine):
+    with pytest.raises(VLLMValidationError, match="a prompt that is streamed takes no item set: send the whole prompt"):
+        engine.call(streamed)
 
 
 def test_a_seed_repeats_its_answer(engine):

@@ -20,6 +20,8 @@ def refresh(llm: Any, name: str | None = None) -> list[dict[str, Any]]:
     front, core = llm.llm_engine.input_processor.static_front_end, llm.llm_engine.engine_core
     if front is None:
         raise ItemSetError("this engine has no item sets: start it with the structured-outputs backend static")
+    if llm.llm_engine.is_sleeping():
+        raise ItemSetError("the engine sleeps, and opens no versions: call wake_up() before refresh()")
     follower = front.follower or front.follow(lambda message: [compat.ask(core, ROLLOUT, message)])
     return follower.refreshed(name)
 

@@ -163,6 +163,8 @@ class Holdings:
 
         Raises ArenaFullError if there is no such room now; then only the one that is served has its own.
         """
+        if name in self._next and self._next[name].digest != item_set.digest:
+            self.give_up(name)  # at once: this one may need its room
         try:
             resident = self._plan.acquire(item_set)
         finally:

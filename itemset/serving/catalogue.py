@@ -172,7 +172,9 @@ class Catalogue:
             before = [one for one in self._open.get(opened.name, ()) if one.version != opened.version]
             self._open[opened.name] = [*before[1 - _KEPT :], opened]
             self._opening.pop((opened.name, opened.version), None)
-            return self._forget(before[: 1 - _KEPT])
+            if closed := before[: 1 - _KEPT]:  # on machines without a front end nobody else deletes copies
+                self._thread.submit(delete_unused, self._config.item_set_cache)
+            return self._forget(closed)
 
     def drop(self, name: str) -> list[str]:
         """Forget a set. Return its versions."""

@@ -73,8 +73,9 @@ def delete_unused(folder: str | None = None, superseded: Collection[str] = ()) -
                         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                         copy.unlink()
         gone = {version for version in superseded if not (copies / version).exists()}
-        for version in gone:
-            for form in (copies / _BUILT).glob(f"{version}-*.itemset"):
+        for form in (copies / _BUILT).glob("*-*.itemset"):
+            version, _, _ = form.name.partition("-")
+            if _VERSION.fullmatch(version) and not (copies / version).exists():
                 form.unlink(missing_ok=True)
     return gone
 

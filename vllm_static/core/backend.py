@@ -114,7 +114,9 @@ class StaticBackend(backend_types.StructuredOutputBackend):
 
             self.thinking[request.request_id], is_free = begin(request, constraint, *carried.after, ranked=ranked)
             return is_free
-        if not on_device:  # the index travels on to the workers only there, whose arenas may have forgotten it
+        if not on_device:
+            vars(request)["item_set_made"] = made  # a part of a closed version lives as long as somebody holds it
+            # The index travels on to the workers only there, whose arenas may have forgotten it
             params.extra_args = {**params.extra_args, WIRE: carried.but(item_set=SetRef(made.reference))}
         self._by_path["device" if on_device else "host"] += carried.ranked is None  # a list has no masks
         return on_device

@@ -57,7 +57,7 @@ def refusals(params: Any = None) -> Iterator[None]:
 
 
 @hook("vllm.v1.engine.input_processor:InputProcessor.process_inputs", always=True)
-def _process_inputs(original: Callable[..., Any], self: Any, prompt: Any, params: Any) -> Any:
+def _process_inputs(original: Callable[..., Any], self: Any, prompt: Any, params: Any, resumable: bool = False) -> Any:
     """The item set is attached to its request: every request passes here, with its prompt's length known."""
     front_end, item_request, told = self.static_front_end, None, getattr(params, answers.TOLD, None)
     if isinstance(params, sampling_params.SamplingParams):
@@ -66,6 +66,8 @@ def _process_inputs(original: Callable[..., Any], self: Any, prompt: Any, params
                 flags = "--structured-outputs-config.backend static and --item-set"
                 raise ItemSetError(f"this engine has no item sets: start it with {flags}")
             if front_end and (judged := requests.asked(params)) is not None:
+                if resumable:  # whose parts after the first vLLM puts into it, past its set
+                    raise ItemSetError("a prompt that is streamed takes no item set: send the whole prompt at once")
                 if judged.made is None:
                     judged, prompt = at_once(front_end.healed_prompt(judged, prompt, here=True))
                 params = requests.put(params, item_request := front_end.pinned(judged))

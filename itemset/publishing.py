@@ -14,16 +14,19 @@ from itemset.storage import PathLike
 
 
 def publish_source(
-    source: PathLike, folder: PathLike, *, keep: int = KEEP, keys_repeat: bool = False, memory: int | None = None,
-    progress: Progress = lambda stage, share: None, **how: Unpack[Source],
+    source: PathLike, folder: PathLike, *, keep: int = KEEP, keys_repeat: bool = False, force: bool = False,
+    memory: int | None = None, progress: Progress = lambda stage, share: None,
+    **how: Unpack[Source],
 ) -> tuple[Version, Changes | None]:  # fmt: skip
     """Build the set of a file's items, and make it the current version of the set in `folder`, which may be new.
 
     The file is the whole set: what is not in it any more is gone. The version is byte for byte a build of the file.
-    keep: as for `publish`. keys_repeat: whether different items may have the same key. memory, progress, how: as for
-    `build_external`; what is not given of attributes, prefix, escape and vocab_size is that of the current version.
+    keep: as for `publish`. keys_repeat: whether different items may have the same key. force: whether to publish what
+    looks like a broken file (`Changes.alarming`). memory, progress, how: as for `build_external`; what is not given of
+    attributes, prefix, escape and vocab_size is that of the current version.
     Returns the version, and what has changed since the current one, None if there was none that can be read.
-    Raises ItemSetError as `build_external` and `publish`, and for keys that repeat. Then the set is what it was.
+    Raises ItemSetError as `build_external` and `publish`, for keys that repeat, and for a file that looks broken. Then
+    the set is what it was.
     """
     folder = Path(folder).absolute()
     before = current_set(folder)
@@ -36,6 +39,8 @@ def publish_source(
             s.save(scratch / "index")
             by_key = bool(how.get("key") or how.get("keep_text"))
             said = None if before is None else changes(before, s, by_key=by_key, memory=memory, folder=scratch)
+            if said is not None and said.alarming and not force:
+                raise ItemSetError(f"{source} looks broken and is not published ({said}): if all is meant, add --force")
             return publish(scratch / "index", folder, keep=keep), said
     except OSError as error:
         raise ItemSetError(

@@ -201,6 +201,27 @@ def test_keys_of_different_items_are_refused_unless_they_may_repeat(tokenizers, 
     assert published.load_current(folder)[1].keys.to_pylist().count(1) == 2
 
 
+def test_a_file_that_looks_broken_is_not_published(tokenizers, tmp_path, capsys):  # noqa: F811
+    path, folder = tmp_path / "items.csv", tmp_path / "set"
+
+    def publish(count: int, price: str, *words: str) -> int:
+        rows = [f"item {i},{i},{price}" for i in range(count)]
+        path.write_text("\n".join(["item,id,price", *rows]))
+        return cli.main(
+            ["publish", str(path), str(folder), "--tokenizer", tokenizers[0], "--attribute", "price", *words]
+        )
+
+    assert publish(200, "2.5") == 0
+    for count, price, why in ((99, "2.5", "101 gone"), (200, "two", "attribute 'price' is string and was float")):
+        assert publish(count, price) == 1
+        said = capsys.readouterr().err
+        assert f"items.csv looks broken and is not published ({'101' if count == 99 else '0'} gone" in said
+        assert why in said
+        assert published.load_current(folder)[1].attributes["price"].to_pylist() == [2.5] * 200
+    assert publish(100, "2") == 0
+    assert publish(49, "2", "--force") == 0
+
+
 def test_a_damaged_version_stops_no_file(tokenizers, tmp_path, capsys):  # noqa: F811
     today, folder = write(tmp_path / "today.csv", TODAY), tmp_path / "shop"
     run(capsys, "publish", today, folder, "--tokenizer", tokenizers[0], "--attribute", "price")
@@ -288,11 +309,11 @@ def test_texts_that_a_tokenizer_alters_can_be_the_keys(kind, tokenizers, tmp_pat
         assert opened.to_bytes() == s.to_bytes()
         folder = tmp_path / f"set of {kind}"
         for words in ([*given, "--keep-text"], []):
-            assert cli.main(["publish", str(path), str(folder), *words]) == 0
+            assert cli.main(["publish", str(path), str(folder), *words, "--force"]) == 0  # keys of another type
             said = capsys.readouterr().out
         assert "0 gone, 0 new, 0 changed, 3 the same" in said
         assert published.load_current(folder)[1].to_bytes() == s.to_bytes()
-        assert cli.main(["publish", str(path), str(folder), "--key", ""]) == 0
+        assert cli.main(["publish", str(path), str(folder), "--key", "", "--force"]) == 0
         assert sorted(published.load_current(folder)[1].keys.to_pylist()) == [0, 1, 2]
     for more in (["items.parquet", "--column", "title", "--key", "id"], ["ids.npy"]):
         np.save(tmp_path / "ids.npy", np.array([[1, 2]]))

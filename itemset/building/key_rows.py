@@ -22,6 +22,13 @@ class Changes(NamedTuple):
     changed: int
     same: int
     notes: tuple[str, ...] = ()  # what else differs: attributes that are new or gone, and types
+    retyped: bool = False  # whether keys, or an attribute, have become another type than numbers of another kind
+
+    @property
+    def alarming(self) -> bool:
+        """Return whether a broken file looks so: a type is another, or of 100 keys or more over half are gone."""
+        count = self.gone + self.changed + self.same
+        return self.retyped or (count >= 100 and 2 * self.gone > count)
 
     def __str__(self) -> str:
         counts = f"{self.gone:,} gone, {self.new:,} new, {self.changed:,} changed, {self.same:,} the same"
@@ -42,6 +49,7 @@ def changes(
     kinds = [{field.name: kind_of(field.type) for field in table.schema} for table in (was, now)]
     notes = [f"attribute {name!r} is new" for name in kinds[1].keys() - kinds[0].keys()]
     notes += [f"attribute {name!r} is gone" for name in kinds[0].keys() - kinds[1].keys()]
+    retyped = by_key and before.keys.type != after.keys.type
     values, shared = [], sorted(kinds[0].keys() & kinds[1].keys())
     for i, name in enumerate(shared):
         values.append(f"v{i}")
@@ -50,7 +58,7 @@ def changes(
         if kind != before_kind:
             notes.append(f"attribute {name!r} is {kind} and was {before_kind}")
         if kind != before_kind and not {kind, before_kind} <= {"integer", "float"}:
-            values[-1] = f"CAST(v{i} AS VARCHAR) v{i}"
+            values[-1], retyped = f"CAST(v{i} AS VARCHAR) v{i}", True
     if before.keys.type != after.keys.type and by_key:
         notes.append(f"keys are {kind_of(after.keys.type)}s and were {kind_of(before.keys.type)}s")
     key = "key" if before.keys.type == after.keys.type or not by_key else "CAST(key AS VARCHAR) AS key"
@@ -66,7 +74,7 @@ def changes(
             SELECT count_if(NOT now), count_if(NOT was), count_if(now AND was AND other), count_if(NOT other)
             FROM by_key
         """).fetchall()
-    return Changes(gone, new, changed, same, tuple(sorted(notes)))
+    return Changes(gone, new, changed, same, tuple(sorted(notes)), retyped)
 
 
 def _rows(s: ItemSet, numbers: NDArray[np.int64], by_key: bool) -> pa.Table:

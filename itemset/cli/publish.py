@@ -41,6 +41,7 @@ def add_to(command: Command) -> None:
     instead.add_argument(
         "--rollback", metavar="VERSION", nargs="?", const="", help="go back to this version, or to the one before"
     )
+    sub.add_argument("--force", action="store_true", help="publish a file that looks broken, too")
     instead.add_argument("--keep", metavar="N", type=positive, help=f"versions to keep (default: {published.KEEP})")
     named = "; of a file of items (default: as last time, else by its name)"
     sub.add_argument("--column", metavar="C", help=f"column of the items{named}")
@@ -58,7 +59,7 @@ def publish(args: argparse.Namespace) -> None:
     elif not args.folder:
         args.error("publish needs an index file and a folder")
     source = bool(args.file) and _is_source(args.file)
-    if not source and any(getattr(args, name) for name in (*_KEPT, "keys_repeat", "vocab_size", "memory")):
+    if not source and any(getattr(args, name) for name in (*_KEPT, "keys_repeat", "vocab_size", "memory", "force")):
         args.error("publish takes the options of build with a file of items alone")
     if args.list:
         _list(args.folder)
@@ -98,6 +99,7 @@ def _publish_source(args: argparse.Namespace) -> tuple[published.Version, list[t
         before = current_set(args.folder)
     taken = choose_columns(args, Path(args.folder).name, before)
     kept: dict[str, Any] = {"keep": args.keep or published.KEEP, "keys_repeat": args.keys_repeat}
+    kept["force"] = args.force
     with build_bar() as progress:
         version, changed = publish_source(args.source, args.folder, progress=progress, **kept, **how_of(args))
     if args.tokenizer and os.path.isdir(args.tokenizer):

@@ -101,14 +101,21 @@ def follower_of(manager: Any) -> Any:
 
 def of_all_ranks(scheduler: Any, value: Any) -> list[Any]:
     """Return what each tensor-parallel rank gives, all of which call this in the same step."""
-    if scheduler.tp_size == 1:
+    if scheduler.dp_tp_group.world_size == 1:
         return [value]
     import torch.distributed as distributed
 
-    group = scheduler.tp_cpu_group
+    group = scheduler.dp_tp_cpu_group  # whose ranks get the same messages in the same step
     values = [None] * distributed.get_world_size(group)
     distributed.all_gather_object(values, value, group=group)
     return values
+
+
+def sanitizes_nan() -> bool:
+    """Return whether SGLang puts numbers in the place of NaN before it samples (utils/async_probe.py)."""
+    from sglang.srt.environ import envs
+
+    return bool(envs.SGLANG_SANITIZE_NAN_LOGITS.get())
 
 
 def counts_requests() -> bool:

@@ -6,7 +6,7 @@ races of all draws of a request are rows of one group.
 """
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,6 +21,7 @@ from itemset import ItemSet, ItemSetError
 from itemset.masking.arena import ArenaFullError, Resident
 from itemset.ranking.lockstep import Lockstep, rows_of_passes
 from itemset.serving.wire import ListResult, ListSpec, NoList, read
+from sglang_static.compat import runtime
 from sglang_static.scheduler import masks
 from sglang_static.scheduler.masks import ItemSetSampler, moved, receive_set
 from sglang_static.scheduler.turns import WHOLE, is_list, promised_rows
@@ -47,6 +48,7 @@ class ItemGroup(BeamGroup):
     """
 
     state: BeamGroupState
+    let_go: Callable[[], Any]  # gives the set's place in the arena back
     member_rows, member_rows_cpu = _of_next_pass("_members"), _of_next_pass("_members_cpu")
 
     def __init__(
@@ -71,7 +73,9 @@ class ItemGroup(BeamGroup):
     def again(self) -> "ItemGroup":
         """Return a group for the same list from its beginning."""
         assert self._item_set is not None  # it has not ended
-        return ItemGroup(self._sampler, self._item_set, self._resident, self._spec, self._most, self)
+        again = ItemGroup(self._sampler, self._item_set, self._resident, self._spec, self._most, self)
+        again.let_go = self.let_go
+        return again
 
     def fits(self, adder: Any, promised: int, others: "Sequence[ItemGroup]") -> bool:
         """Return whether there are rows and KV slots for all of this list now; alone, it fits. promised: rows that
@@ -228,6 +232,9 @@ class ItemCoordinator(BeamCoordinator, kw_only=True):  # type: ignore[call-arg]
             return _refusal(NoList.NOT_HERE, "item sets are on the host path")
         if sampler.runner.lora_manager is not None:
             return _refusal(NoList.NOT_HERE, "with LoRA adapters each row of a pass needs its request")
+        schedule = runtime.get_schedule()
+        if schedule.enable_priority_scheduling and not schedule.disable_priority_preemption:
+            return _refusal(NoList.NOT_HERE, "SGLang's preemption by priority knows no beams")
         try:
             item_set = receive_set(sampler.catalogue, carried, params.custom_params)
         except ItemSetError as failure:
@@ -247,9 +254,15 @@ class ItemCoordinator(BeamCoordinator, kw_only=True):  # type: ignore[call-arg]
             self.retire_group(req)
             req.beam_group = None
             return _refusal(NoList.NO_ROOM_NOW, str(full))
-        weakref.finalize(req, sampler.arena.plan.release, resident.number)
         req.beam_group = ItemGroup(sampler, item_set, resident, spec, counts, req.beam_group)
+        req.beam_group.let_go = weakref.finalize(req, sampler.arena.plan.release, resident.number)
         return None
+
+    def _retire_group(self, group: Any) -> None:
+        """A list's set may go. Request and group hold each other, so that it would stay until Python looks for such."""
+        super()._retire_group(group)
+        if is_list(group):
+            group.let_go()
 
     def pending_member_rows(self, *args: Any, **kwargs: Any) -> int:
         """Return the rows also of groups that are admitted in the same step, or whose prompts are in pieces."""

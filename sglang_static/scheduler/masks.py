@@ -32,7 +32,7 @@ def current() -> "ItemSetSampler | None":
         return None
     (sampler,) = _current
     if not hasattr(sampler, "slots") and (pool := getattr(sampler.runner, "req_to_token_pool", None)) is not None:
-        drafts = compat.resolved(sampler.runner.server_args).speculative_num_draft_tokens
+        drafts = compat.runtime.max_speculative_num_draft_tokens()
         sampler.allocate(pool.req_to_token.shape[0], drafts or 1)
     return sampler
 
@@ -250,6 +250,8 @@ def preprocess_logits(original: Callable[..., Any], logits_output: Any, sampling
     result = original()
     if (noted := getattr(sampling_info, "item_sets", None)) is not None and (sampler := current()) is not None:
         numbers, rows = noted
+        if compat.sanitizes_nan():  # which SGLang does after this, to what it then makes of -inf
+            logits_output.next_token_logits.nan_to_num_(nan=-1e20, posinf=1e30, neginf=-1e30)
         sampler.arena.use(numbers)
         sampler.slots.step(rows, logits_output.next_token_logits)
     return result

@@ -96,11 +96,12 @@ class Turns:
         apart, self.apart = self.apart, None
         if apart is None:
             return running
-        if running.is_empty():
-            apart.batch_is_full = running.batch_is_full
-            return apart
-        running.merge_batch(apart)
-        return running
+        full = running.batch_is_full and apart.batch_is_full  # not if a request of either has ended
+        both = apart if running.is_empty() else running
+        if both is running:
+            running.merge_batch(apart)
+        both.batch_is_full = full
+        return both
 
 
 def _parted(batch: Any, which: Sequence[int]) -> Any:
@@ -160,6 +161,15 @@ def update_running_batch(original: Callable[..., Any], self: Any, batch: Any) ->
         batch.merge_batch(part)
         return None
     return original()
+
+
+@hook(f"{_SCHEDULER}.process_pending_chunked_abort")
+def process_pending_chunked_abort(original: Callable[..., Any], self: Any) -> None:
+    """A beam search that is aborted between chunks of its prompt waits for no rows any more."""
+    request = self._pending_chunked_abort_req
+    original()
+    if request is not None and request.finished():
+        self.beam_coordinator.retire_group(request)
 
 
 @hook(f"{_SCHEDULER}.pause_generation", why="a pause knows of one batch that decodes")

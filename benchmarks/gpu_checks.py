@@ -32,9 +32,9 @@ BUSY = 2_000_000  # clock cycles by which a step is held up, so that copies meet
 class Unordered(Copies):
     """Copies and steps that wait for nothing: with them the check must fail, or it checks nothing."""
 
-    def use(self, numbers: Any) -> None:
+    def use(self, numbers: Any, *, begins: bool) -> None:
         self._pending.clear()
-        super().use(numbers)
+        super().use(numbers, begins=begins)
 
     def _wait_for_readers(self, number: int) -> None:
         pass

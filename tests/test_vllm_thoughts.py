@@ -317,7 +317,8 @@ def test_thoughts_over_http(reasoner):
         said = [one for event in events for one in event["choices"] if one["index"] == choice["index"]]
         assert "".join(one["text"] for one in said) == choice["text"]
         assert choice["text"].endswith(ONE)
-        assert said[-1]["items"] == choice["items"]
+        for one, item in zip(said[-1]["items"], choice["items"], strict=True):  # a list in parts may differ by a bit
+            assert one == item | {name: pytest.approx(item[name], abs=1e-4) for name in ("score", "logprob")}
         assert [item["rank"] for item in choice["items"]] == [1, 2, 3, 4]
         assert choice["finish_reason"] == said[-1]["finish_reason"] == "stop"
     chat = biased | extra | {"messages": [{"role": "user", "content": "a film"}], "list_after": True}

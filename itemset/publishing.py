@@ -15,8 +15,7 @@ from itemset.storage import PathLike
 
 def publish_source(
     source: PathLike, folder: PathLike, *, keep: int = KEEP, keys_repeat: bool = False, force: bool = False,
-    memory: int | None = None, progress: Progress = lambda stage, share: None,
-    **how: Unpack[Source],
+    memory: int | None = None, progress: Progress = lambda stage, share: None, **how: Unpack[Source],
 ) -> tuple[Version, Changes | None]:  # fmt: skip
     """Build the set of a file's items, and make it the current version of the set in `folder`, which may be new.
 

@@ -40,7 +40,7 @@ def _put(target: str, around: Callable[..., Any]) -> None:
 hook = hooks.Hooks(IMPORTED, _put)  # declares a hook into SGLang
 grammars = Later("sglang.srt.constrained.base_grammar_backend")
 messages = Later("sglang.srt.managers.io_struct")
-runtime = Later("sglang.srt.runtime_context")
+runtime, environ = Later("sglang.srt.runtime_context"), Later("sglang.srt.environ")
 
 
 def sglang_version() -> str:
@@ -111,13 +111,6 @@ def of_all_ranks(scheduler: Any, value: Any) -> list[Any]:
     return values
 
 
-def sanitizes_nan() -> bool:
-    """Return whether SGLang puts numbers in the place of NaN before it samples (utils/async_probe.py)."""
-    from sglang.srt.environ import envs
-
-    return bool(envs.SGLANG_SANITIZE_NAN_LOGITS.get())
-
-
 def counts_requests() -> bool:
     """Return whether this scheduler is the one of its ranks whose requests are counted (managers/scheduler.py)."""
     ranks = runtime.get_parallel()
@@ -151,7 +144,7 @@ def refuse_unmasked(server_args: Any) -> None:
             given.tokenizer_worker_num > 1
         ),
         "SGLANG_RUST_SERVER=1 serves without the processes that know item sets, which would be lost: unset it": (
-            os.environ.get("SGLANG_RUST_SERVER", "0").lower() in ("1", "true", "yes", "y")
+            environ.envs.SGLANG_RUST_SERVER.get()
         ),
         "SGLANG_SIMULATE_ACC_LEN accepts drafts without looking at them, so no item set can hold: unset it": (
             float(os.environ.get("SGLANG_SIMULATE_ACC_LEN") or 0) > 0

@@ -116,7 +116,7 @@ def test_items_inside_and_the_requests_of_the_pages(server, tmp_path):
     for path, body in asked:
         status, answer = server.post(path, json.loads(body) | {"model": server.model_name})
         assert (status, len(answer["choices"]) > 0) == (200, True), answer
-    film, *_, slate = pages.follow("inside.md", tmp_path, server.model_name, server, client=server.client)
+    (film, _, _, _, slate) = pages.follow("inside.md", tmp_path, server.model_name, server, client=server.client)
     assert "'set': 'films'" in film
     assert slate.count("'key'") == 5
 

@@ -49,19 +49,19 @@ def changes(
     kinds = [{field.name: kind_of(field.type) for field in table.schema} for table in (was, now)]
     notes = [f"attribute {name!r} is new" for name in kinds[1].keys() - kinds[0].keys()]
     notes += [f"attribute {name!r} is gone" for name in kinds[0].keys() - kinds[1].keys()]
-    retyped = by_key and before.keys.type != after.keys.type
-    values, shared = [], sorted(kinds[0].keys() & kinds[1].keys())
+    other_keys = by_key and before.keys.type != after.keys.type
+    values, shared, retyped = [], sorted(kinds[0].keys() & kinds[1].keys()), other_keys
     for i, name in enumerate(shared):
-        values.append(f"v{i}")
         of_both = [rows.append_column(f"v{i}", table[name]) for rows, table in zip(of_both, (was, now), strict=True)]
         before_kind, kind = kinds[0][name], kinds[1][name]
         if kind != before_kind:
             notes.append(f"attribute {name!r} is {kind} and was {before_kind}")
-        if kind != before_kind and not {kind, before_kind} <= {"integer", "float"}:
-            values[-1], retyped = f"CAST(v{i} AS VARCHAR) v{i}", True
-    if before.keys.type != after.keys.type and by_key:
+        other = kind != before_kind and not {kind, before_kind} <= {"integer", "float"}
+        values.append(f"CAST(v{i} AS VARCHAR) v{i}" if other else f"v{i}")
+        retyped = retyped or other
+    if other_keys:
         notes.append(f"keys are {kind_of(after.keys.type)}s and were {kind_of(before.keys.type)}s")
-    key = "key" if before.keys.type == after.keys.type or not by_key else "CAST(key AS VARCHAR) AS key"
+    key = "CAST(key AS VARCHAR) AS key" if other_keys else "key"
     chosen = ", ".join([key, "item", *values])
     with database("the keys of both sets", memory, folder) as connection:
         for name, rows in zip(("before", "after"), of_both, strict=True):

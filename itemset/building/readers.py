@@ -129,7 +129,7 @@ def _document(source: SourceFile, encoding: str) -> list[dict[str, Any]] | None:
             try:
                 given = msgspec.json.decode(_without_nan(data))
             except ValueError as other:
-                if str(other).startswith("Extra data"):  # behind a first line with NaN
+                if str(other).startswith("Extra data"):  # JSON lines, the first of which has NaN
                     return None
                 raise ItemSetError(f"{source} is no JSON: {error}") from error
         return as_rows(given, str(source))

@@ -98,8 +98,8 @@ def _publish_source(args: argparse.Namespace) -> tuple[published.Version, list[t
     with warnings.catch_warnings(action="ignore"):  # `publish_source` gives them again
         before = current_set(args.folder)
     taken = choose_columns(args, Path(args.folder).name, before)
-    kept: dict[str, Any] = {"keep": args.keep or published.KEEP, "keys_repeat": args.keys_repeat}
-    kept["force"] = args.force
+    kept: dict[str, Any] = {name: getattr(args, name) for name in ("keys_repeat", "force")}
+    kept["keep"] = args.keep or published.KEEP
     with build_bar() as progress:
         version, changed = publish_source(args.source, args.folder, progress=progress, **kept, **how_of(args))
     if args.tokenizer and os.path.isdir(args.tokenizer):

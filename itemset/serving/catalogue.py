@@ -28,7 +28,7 @@ from itemset.serving.wire import FORM, VERSION, Prepare, SetRef, part_of, versio
 
 OVERHEAD = 4_000  # bytes of Python objects around an open set, as measured: docs/sets.md
 _ROUNDING = 128  # bytes of an arena that an array, or a set, takes more at most
-LOOKED_AT = 1_000  # characters of a reference that may be a client's
+_LONGEST = 1_000  # characters that are looked at of a reference that a client may have made up
 _KEPT = 2  # versions of a set that stay open
 
 
@@ -247,7 +247,7 @@ class Catalogue:
 
     def unknown(self, reference: str) -> RefusedError:
         """Return the error for a name that no set has, or a version. Its work does not grow with the name."""
-        version, name = version_of(reference[:LOOKED_AT])
+        version, name = version_of(reference[:_LONGEST])
         if version:
             called = f"version {version[:12]} of item set {shown(name)}"
             return RefusedError("unknown set", f"{called} is no longer loaded: retry the request")

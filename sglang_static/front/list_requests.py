@@ -26,7 +26,7 @@ from itemset.serving.front.healing import HEALED
 from itemset.serving.front.http_bodies import body, no_body, while_connected
 from itemset.serving.front.list_runner import AbortedError
 from itemset.serving.front.request import THOUGHT, wants_candidates
-from itemset.serving.front.request_fields import BEAMS, LOGPROBS, REFERENCE, ListOptions
+from itemset.serving.front.request_fields import BEAMS, LOGPROBS, REFERENCE, ListOptions, objects
 from itemset.serving.wire import EngineRequest, ListResult, NoList, Tokens
 from sglang_static.front.request import CARRIED, given_prompts
 
@@ -74,7 +74,7 @@ async def with_lists(part: Any, request: Any) -> Any:
 
     These are made when the thoughts' own request has ended: it keeps new weights waiting, and they new requests.
     """
-    thoughts = [one["meta_info"] for one in (part if isinstance(part, list) else [part]) if THOUGHT in one["meta_info"]]
+    thoughts = [one["meta_info"] for one in objects(part) if THOUGHT in one["meta_info"]]
     making = [info.pop(THOUGHT)() for info in thoughts]
     lists = await while_connected(asyncio.gather(*making), request)
     for info, items in zip(thoughts, lists, strict=True):
@@ -83,7 +83,7 @@ async def with_lists(part: Any, request: Any) -> Any:
 
 
 def is_thought(part: Any) -> bool:
-    return any(THOUGHT in one["meta_info"] for one in (part if isinstance(part, list) else [part]))
+    return any(THOUGHT in one["meta_info"] for one in objects(part))
 
 
 async def after_thought(manager: Any, request: Any, asked: Any) -> Entries | None:
@@ -105,14 +105,9 @@ def _kept(request: Any, prompt: int = 0) -> dict[str, Any]:
 
 
 async def _one(
-    generate: Generate,
-    manager: Any,
-    request: Any,
-    lora: str | None,
-    params: dict[str, Any],
-    given: str | list[int],
+    generate: Generate, manager: Any, request: Any, lora: str | None, params: dict[str, Any], given: str | list[int],
     kept: Mapping[str, Any],
-) -> tuple[dict[str, Any], Entries]:
+) -> tuple[dict[str, Any], Entries]:  # fmt: skip
     """Return the answer to one prompt, and what it says of each item: of none if the engine has aborted it."""
     front_end, tokenizer, asked = manager.static_front_end, manager.tokenizer, params[REFERENCE]
     # A long text would hold up all other requests.

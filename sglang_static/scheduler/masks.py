@@ -59,6 +59,7 @@ class ItemSetSampler:
     def __init__(self, config: StaticConfig, device: torch.device | str, vocab_size: int) -> None:
         """Reserve the device's memory. Raises ItemSetError as `itemset.load` and `Arena` do."""
         self.catalogue, self.config, self.vocab_size = Catalogue(config), config, vocab_size
+        self.sanitizes_nan = compat.environ.envs.SGLANG_SANITIZE_NAN_LOGITS.get()
         self.arena = Arena(self.catalogue.arena_bytes(), device, kernels=config.item_set_kernels)
         self.holdings = Holdings(self.arena.plan, self.catalogue.registered)
         for item_set in self.catalogue.registered.values():
@@ -250,7 +251,7 @@ def preprocess_logits(original: Callable[..., Any], logits_output: Any, sampling
     result = original()
     if (noted := getattr(sampling_info, "item_sets", None)) is not None and (sampler := current()) is not None:
         numbers, rows = noted
-        if compat.sanitizes_nan():  # which SGLang does after this, to what it then makes of -inf
+        if sampler.sanitizes_nan:  # which SGLang does after this, to what it then makes of -inf
             logits_output.next_token_logits.nan_to_num_(nan=-1e20, posinf=1e30, neginf=-1e30)
         sampler.arena.use(numbers)
         sampler.slots.step(rows, logits_output.next_token_logits)

@@ -97,11 +97,12 @@ class Turns:
         if apart is None:
             return running
         full = running.batch_is_full and apart.batch_is_full  # not if a request of either has ended
-        both = apart if running.is_empty() else running
-        if both is running:
+        if running.is_empty():
+            running = apart
+        else:
             running.merge_batch(apart)
-        both.batch_is_full = full
-        return both
+        running.batch_is_full = full
+        return running
 
 
 def _parted(batch: Any, which: Sequence[int]) -> Any:

@@ -10,17 +10,10 @@ import msgspec
 
 from itemset.errors import shown
 from itemset.serving.catalogue import RefusedError, alike
-from itemset.serving.front.request_fields import (
-    BEAMS,
-    DRAWN,
-    LIST,
-    LIST_AFTER,
-    OF_ITEMS,
-    OF_SET,
-    OPTIONS,
-    REFERENCE,
-    wrong_type,
-)
+
+from itemset.serving.front.request_fields import (  # isort: skip
+    BEAMS, DRAWN, LIST, LIST_AFTER, OF_ITEMS, OF_SET, OPTIONS, REFERENCE, wrong_type,
+)  # fmt: skip
 
 _WORDS = [word for word in dict.fromkeys((LIST, *OF_SET, *OF_ITEMS, *OPTIONS, *DRAWN)) if word != REFERENCE]
 
@@ -47,15 +40,15 @@ def take_set(body: Any, sets: Collection[str]) -> None:
         )
         raise RefusedError("two constraints", message, "model")
     said: dict[str, Any] = {REFERENCE: name}
-    options = parse_qsl(query, keep_blank_values=True)
-    of_thought = any(word == LIST_AFTER for word, _ in options)  # beside which `list` is a word of its own
-    for word, text in options:
+    options = dict(parse_qsl(query, keep_blank_values=True))
+    for word, text in options.items():
         if word not in _WORDS:
             raise wrong_type(f"model {shown(model)}: there is no {shown(word)}, only {', '.join(_WORDS)}", "model")
         value: Any = text
         with contextlib.suppress(ValueError):
             value = json.loads(text)
-        said |= {BEAMS: True, "n": value} if word == LIST and not of_thought else {word: value}
+        ranked = word == LIST and LIST_AFTER not in options  # beside which it is a word of its own
+        said |= {BEAMS: True, "n": value} if ranked else {word: value}
     body |= said | {word: value for word, value in body.items() if value is not None} | {"model": base}
 
 

@@ -34,7 +34,7 @@ ATTRIBUTES = "item_attributes"  # asks for attributes of the items in answers: t
 LOGPROBS = wire.LOGPROBS
 NO_ATTRIBUTES = f"{ATTRIBUTES} are of the items of a registered set: name the set as {REFERENCE}, or omit it"
 _KEYS = "(ids?|items?|keys?)?"
-_ELSEWHERE = {
+_NAMES = {
     FILTER: r"(item|meta|metadata|attribute|pre|post)?filters?|where",
     EXCLUDE: rf"(exclud(e|ed|ing)|seen|blocked|banned){_KEYS}",
     ONLY: rf"only{_KEYS}|(allow|allowed|include)(ids?|items?|keys?)|candidates?|keys",
@@ -42,6 +42,7 @@ _ELSEWHERE = {
     "width": r"(num)?beams?|beamsize",
 }
 """What others call these, folded. A server would drop such a field, and answer of all items."""
+_ELSEWHERE = re.compile("|".join(f"(?P<{word}>{pattern})" for word, pattern in _NAMES.items()))
 OF_ANSWERS = (WEIGHT, LOGPROBS, ATTRIBUTES)  # what answers are to say of items besides their keys
 LIST = "list"
 """In the parameters of `generate`: its `n` candidates are the n best items. DRAWS there may be true: n draws. Beside
@@ -121,8 +122,8 @@ def attributes_asked(given: Mapping[str, Any]) -> Sequence[str] | bool:
 
 def elsewhere(key: str) -> str | None:
     """Return the word that others write so; None where they write none of ours."""
-    folded = _folded(key[:40])
-    return next((word for word, pattern in _ELSEWHERE.items() if re.fullmatch(pattern, folded)), None)
+    found = _ELSEWHERE.fullmatch(_folded(key[:40]))
+    return found and found.lastgroup
 
 
 def nearest(key: str, words: tuple[str, ...]) -> str | None:

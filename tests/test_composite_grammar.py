@@ -475,6 +475,11 @@ def within(**node: Any) -> dict[str, Any]:
     return {"type": "object", "properties": {"a": {"type": "object", **node}}}
 
 
+def defining(**properties: Any) -> dict[str, Any]:
+    """A schema with two definitions, of a film and an object."""
+    return {"$defs": {"f": FILM, "g": {"type": "object"}}, **object_of(**properties)}
+
+
 UNHELD: dict[str, Any] = {
     **{
         word: within(**{word: FILM})
@@ -509,6 +514,17 @@ UNHELD: dict[str, Any] = {
     "a filter of an inline set": {"item_set": ["a"], "exclude_keys": [1]},
     "beside a type that has none": {"type": "integer", "properties": {"a": FILM}},
     "a number of items": {"type": "array", "items": FEW, "uniqueItems": True, "maxItems": "3"},
+    "another document": defining(b={"$ref": "#/$defs/f"}, a={"$ref": "https://x.org/f.json#/$defs/f"}),
+    "an anchor": defining(b={"$ref": "#/$defs/f"}, a={"$ref": "#f"}),
+    "a key of a pattern": object_of(b=FILM) | {"patternProperties": {"^[a-z]$": {"type": "string"}}},
+    "a key of two patterns": {"type": "object", "patternProperties": {"^x": FILM, "^xy": {"type": "string"}}},
+    "a property called definitions": within(properties={"definitions": {"not": FILM}}),
+    **{
+        f"properties beside {word}": defining(
+            b={"$ref": "#/$defs/f"}, a={word: value, "properties": {"c": {"$ref": "#/$defs/f"}}}
+        )
+        for word, value in {"anyOf": [{"required": ["c"]}], "allOf": [{}], "$ref": "#/$defs/g", "enum": [{}]}.items()
+    },
 }
 
 
@@ -532,6 +548,17 @@ BAD_TAGS: dict[str, dict[str, Any]] = {
     "a space": {"type": "tag", "begin": "<f> ", "content": {"type": "or", "elements": [OF_TAG, OF_TAG]}, "end": "</f>"},
     "no format": {"type": "regex", "pattern": {"type": "item_set", "item_set": "films"}},
     "excluded texts": {"type": "json_schema", "json_schema": FILM, "excludes": ["Alien"]},
+    "after any text but": {"type": "sequence", "elements": [{"type": "any_text", "excludes": ["x"]}, OF_TAG]},
+    "after any text in a tag": {
+        "type": "tag",
+        "begin": "<f>",
+        "content": {"type": "sequence", "elements": [{"type": "any_text"}, OF_TAG]},
+        "end": "</f>",
+    },
+    "after tags without end": {
+        "type": "sequence",
+        "elements": [{"type": "triggered_tags", "triggers": ["<f>"], "tags": []}, OF_TAG],
+    },
 }
 
 
@@ -638,7 +665,9 @@ def test_the_items_of_a_hole_stand_in_no_circle() -> None:
         gc.enable()
 
 
-@pytest.mark.parametrize("word", ["item_set", "not", "if", "enum", "$ref", "properties", "items", "const"])
+@pytest.mark.parametrize(
+    "word", ["item_set", "not", "if", "enum", "$ref", "properties", "items", "const", "default", "definitions"]
+)
 def test_a_property_may_have_any_name(word: str) -> None:
     """Also one that is a keyword: with a set as its value, and with a string beside a set."""
     for value in (FILM, {"type": "string"}):
@@ -652,6 +681,44 @@ def test_a_property_may_have_any_name(word: str) -> None:
         assert accepted(composite, at, at.tokenizer.encode(text, add_special_tokens=False))
         assert len(composite.found) == len(holes.hole_of)
     assert marked("schema", object_of(**{word: {"type": "string"}})) is None
+
+
+@pytest.mark.parametrize("name", ["com.acme.Film", "a b", "definitions", "default"])
+def test_a_definition_may_have_any_name(name: str) -> None:
+    """One that nothing refers to is left out. The reference may stand below a property with a keyword's name."""
+    refers = {"$ref": f"#/$defs/{name}"}
+    for schema in (object_of(default=refers), {"$defs": {"g": object_of(a=refers)}, "$ref": "#/$defs/g"}):
+        definitions = schema.get("$defs", {}) | {name: FILM, "unused": object_of(b=PERSON)}
+        assert [place.named for place in marked("schema", schema | {"$defs": definitions}).holes] == ["films"]
+    assert marked("schema", object_of(a={"type": "null"}) | {"$defs": {name: FILM}}) is None
+
+
+def test_one_definition_inside_and_outside_a_string() -> None:
+    """The style of some models' tools: an argument is bare text, but in an object it is JSON."""
+    refers = {"$ref": "#/$defs/f"}
+    schema = {"$defs": {"f": FILM}, **object_of(film=refers, more=object_of(film=refers))}
+    form = {"type": "qwen_xml_parameter", "json_schema": schema}
+    holes = marked("tag", {"type": "structural_tag", "format": form}).holes
+    assert [(place.named, place.quoted) for place in holes] == [("films", False), ("films", True)]
+
+
+def test_no_escape_brings_a_stated_key_again() -> None:
+    schema = {**object_of(film=FILM), "additionalProperties": True}
+    at = setting("tiny")
+    for key, allowed in (("filn", True), ("fil\\u006d", False), ("\\u0066ilm", False), ("film", False), ("x\\n", True)):
+        composite, _ = at.made("schema", schema, any_whitespace=False)
+        text = f'{{"film": "Alien", "{key}": 3}}'
+        assert accepted(composite, at, at.tokenizer.encode(text, add_special_tokens=False)) == allowed, key
+        composite.reset()
+
+
+def test_an_array_of_no_items() -> None:
+    found = marked("schema", object_of(a={"type": "array", "items": FILM, "uniqueItems": True, "maxItems": 0}, b=FILM))
+    assert [place.path for place in found.holes] == ["$.properties.b"]
+
+
+def test_quotes_in_patterns_of_grammars() -> None:
+    assert len(marked("lark", r'start: /"/ ItemSet("films") /[^"\/]/ "//" ItemSet("people")').holes) == 2
 
 
 BAD_SLATES: dict[str, Any] = {

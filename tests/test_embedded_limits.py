@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from holes import KINDS, setting, size_of
 from models import tiny_tokenizer
+from tokenizers.normalizers import NFC
 
 from itemset import ItemSetError
 from itemset.embedded import rewrite
@@ -163,11 +164,21 @@ def gate() -> Iterator[Gate]:
     made.opened.set()
 
 
-def constraints_of(validate: Any) -> Constraints:
-    words, tokenizer = Words("", "", "", ""), tiny_tokenizer()
+def constraints_of(validate: Any, tokenizer: Any = None) -> Constraints:
+    words, tokenizer = Words("", "", "", ""), tokenizer or tiny_tokenizer()
     checks = Checks(StaticConfig(), tokenizer, words, ModelLimits(2112, 256, 0, {1}))
     vocabulary = setting("tiny").vocabulary
     return Constraints(checks, lambda: vocabulary, options={}, validate=validate)
+
+
+def test_texts_that_the_tokenizer_makes_one_are_counted_once() -> None:
+    """Else a slate would have room for an item that is not there."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = NFC()
+    made, texts = constraints_of(lambda kind, spec: None, tokenizer), ["caf\u00e9", "cafe\u0301", "red"]
+    assert at_once(made.prepare("slate", {"item_set": texts, "n": 2}, here=True)) is not None
+    with pytest.raises(RefusedError, match="there are 2 distinct items"):
+        at_once(made.prepare("slate", {"item_set": texts, "n": 3}, here=True))
 
 
 def test_large_constraints_hold_up_no_others_and_end_when_their_clients_leave(gate: Gate) -> None:

@@ -104,21 +104,17 @@ def test_same_answers_as_xgrammar(kind: str, name: str) -> None:
         lifted += 1
         assert made.get(kind, spec) is compiled
         own = by_xgrammar(at, kind, spec)
-        begins = (b"", b" ") if name == "llama" and not before else (b"",)  # its mark before a first word
         for text in texts:
             whole = before + text + after
-            assert any(spells(at, Composite(*compiled), begin + whole.encode()) for begin in begins), (spec, whole)
+            assert spells(at, Composite(*compiled), whole.encode()), (spec, whole)
             matcher = xgrammar.GrammarMatcher(own, terminate_without_stop_token=True)
             assert matcher.accept_string(whole), (spec, whole)
             assert matcher.is_terminated()
         for seed in range(3):
             text = walk(at, Composite(*compiled), seed)
             if text is not None:
-                said = {text.decode().removeprefix(begin.decode()) for begin in begins}
-                allowed = {before + one + after for one in texts}
-                assert said & allowed or {BLANKS.sub("", one) for one in said} & {
-                    BLANKS.sub("", one) for one in allowed
-                }
+                allowed = {BLANKS.sub("", before + one + after) for one in texts}
+                assert BLANKS.sub("", text.decode()) in allowed
     assert lifted > 5
 
 

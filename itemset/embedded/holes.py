@@ -102,7 +102,7 @@ class Vocabulary:
         with self._lock:  # the first request may be many at once, for which one of them looks
             return self._bridges(closers) if closers else None
 
-    @functools.lru_cache(16)  # noqa: B019 - one object a process
+    @functools.lru_cache(8)  # noqa: B019 - one object a process
     def _bridges(self, closers: bytes) -> Bridges:
         texts = {token: text for token, text in enumerate(self.bytes) if token not in self._special}
         ids: dict[bytes, list[int]] = {}  # SentencePiece has two tokens of one byte

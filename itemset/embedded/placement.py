@@ -2,18 +2,20 @@
 
 import json
 import re
+import unicodedata
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from itemset.errors import ItemSetError
+from itemset.errors import ItemSetError, shown
 from itemset.select.filters import digits
 
 JSON, TAG, EBNF, LARK, SLATE = "json", "structural_tag", "ebnf", "lark", "slate"  # kinds of constraints
 REGEX = "regex"  # in which no set can be named
 WORD = "item_set"  # the keyword of a JSON schema, the type of a structural tag's content, and of it the set
 SELECTION = ("item_filter", "exclude_keys", "only_keys")  # may stand beside it: which of its items, as in a request
-NAMED = ("properties", "patternProperties", "$defs", "definitions")  # keywords of JSON schemas with names below them
+DEFINITIONS = ("$defs", "definitions")
+NAMED = ("properties", "patternProperties", *DEFINITIONS)  # keywords of JSON schemas with names below them
 NO_SCHEMAS = {"const", "enum", "default", "examples"}  # keywords under which anything may stand
 EBNF_SET = re.compile(r"(?<![\w.-])[Ii]tem_?[Ss]ets?\s*\(")  # a set in a grammar, rightly or nearly
 NO_SPACE = (
@@ -23,9 +25,10 @@ REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 PLACES = 1_000  # of one constraint, each reference counted as one; each takes its time
 TEXT = 1 << 20  # characters of one constraint, lists of texts and keys among them
 SETS, REFERRING, ANY = 1, 2, 3  # what may stand in a part of a constraint: item sets, references, either
+_SLATE = 'such as {"item_set": "films", "n": 5, "separator": "\\n"}'
 _DEEPEST = 128  # levels of a constraint with item sets: deeper ones would overflow a stack, xgrammar's or Python's
 _ESCAPED = {r"\n": "\n", r"\r": "\r", r"\t": "\t"}  # in literals of xgrammar's, where any character may be escaped
-_CLOSERS = 16  # bytes after a hole that bridges are looked for over: each takes a pass, and more is no JSON
+_CLOSERS = 8  # bytes after a hole that bridges are looked for over: each takes memory, and more is no JSON
 _WRITTEN = re.compile(r"items?[-_ ]?sets?")
 
 
@@ -60,8 +63,8 @@ class Survey:
         self._add(parsed, 1)
         return parsed
 
-    def _add(self, node: Any, depth: int) -> int:
-        """Return what stands in a part."""
+    def _add(self, node: Any, depth: int, names: bool = False) -> int:
+        """Return what stands in a part. names: whether its keys are names, and no keywords."""
         self._characters += 1 + (len(node) if isinstance(node, str) else digits(node))
         if not isinstance(node, dict | list):
             return 0
@@ -70,8 +73,8 @@ class Survey:
         holding = 0
         for key, value in node.items() if isinstance(node, dict) else (("", one) for one in node):
             self._characters += len(str(key))
-            below = self._add(value, depth + 1)
-            holding |= 0 if key in NO_SCHEMAS else below
+            below = self._add(value, depth + 1, key in NAMED and not names)
+            holding |= 0 if key in NO_SCHEMAS and not names else below
         check_characters(self._characters)
         if isinstance(node, dict):
             references = sum(word in node for word in REFERENCES)
@@ -85,16 +88,16 @@ class Survey:
         return bool(self._holding.get(id(node), 0) & what)
 
 
-def objects(given: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every object in a constraint with its path, whatever it means there, but for constants."""
+def objects(given: Any, names: bool = False) -> Iterator[dict[str, Any]]:
+    """Yield every object in a constraint, whatever it means there, but for constants. names: as of `Survey`."""
     if isinstance(given, dict):
-        yield path, given
+        yield given
         for key, value in given.items():
-            if key not in NO_SCHEMAS:
-                yield from objects(value, f"{path}.{key}")
+            if names or key not in NO_SCHEMAS:
+                yield from objects(value, key in NAMED and not names)
     elif isinstance(given, list):
-        for i, value in enumerate(given):
-            yield from objects(value, f"{path}[{i}]")
+        for value in given:
+            yield from objects(value)
 
 
 def check_characters(count: int) -> None:
@@ -103,6 +106,31 @@ def check_characters(count: int) -> None:
         raise ItemSetError(
             f"the constraint has more than {TEXT:,} characters: register long lists as item sets, and state less"
         )
+
+
+def read_slate(slate: Any) -> tuple[dict[str, Any], int, str]:
+    """Return a slate (item_set, n, separator, what selects items), its n and its separator. Raises ItemSetError."""
+    if not isinstance(slate, dict):
+        raise ItemSetError(f"slate must be an object of {WORD}, n and separator, {_SLATE}, not {shown(slate)}")
+    if others := sorted(set(slate) - {WORD, "n", "separator", *SELECTION}):
+        raise ItemSetError(f"slate: there is no {shown(others[0])}, only {WORD}, n, separator, {', '.join(SELECTION)}")
+    for word, meaning in ((WORD, "the set's name"), ("n", "how many items")):
+        if slate.get(word) is None:
+            raise ItemSetError(f"slate has no {word}, which is {meaning}: state it, {_SLATE}")
+    n, separator = slate["n"], slate.get("separator", "\n")
+    if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= PLACES:
+        raise ItemSetError(f"slate.n must be a number of items, 1 to {PLACES:,}, not {shown(n)}")
+    if not isinstance(separator, str):
+        raise ItemSetError(f"slate.separator must be a text, not {shown(separator)}")
+    for character in separator:
+        if unicodedata.category(character).startswith("C") and character not in "\n\r\t":
+            raise ItemSetError(
+                f"slate.separator has the character U+{ord(character):04X}, which is invisible and no space: of "
+                "such, only the line feed, the carriage return and the tab may stand in it"
+            )
+    if separator.endswith(" "):
+        raise ItemSetError(f"slate.separator {NO_SPACE}")
+    return slate, n, separator
 
 
 def _too_deep() -> ItemSetError:
@@ -131,24 +159,29 @@ class Place:
         return named, selection, self.spaced, self.number, self.quoted
 
 
+def occurrence(mark: re.Match[str]) -> tuple[int, bool]:
+    """Return a mark's number, and whether it stands in quotes: one definition may be used with and without them."""
+    return int(mark[1] or mark[2]), mark[1] is not None
+
+
 @dataclass(frozen=True)
 class Marked:
     """A grammar as xgrammar prints it, with marks in it."""
 
     spec: str  # what it was made of, with marks in place of the sets
     grammar: str
-    mark: re.Pattern[str]  # finds them, and their numbers
+    mark: re.Pattern[str]  # finds them: see `occurrence`
     holes: list[Place]
-    hole_of: Mapping[int, int]  # of each number, that of its hole in `holes`
+    hole_of: Mapping[tuple[int, bool], int]  # of each occurrence the number of its hole in `holes`
 
     def ebnf(self, first: int) -> str:
         """Return the grammar in which hole k is the token `first + k`."""
-        return self.mark.sub(lambda mark: f'" Token({first + self.hole_of[int(mark[1])]}) "', self.grammar)
+        return self.mark.sub(lambda mark: f'" Token({first + self.hole_of[occurrence(mark)]}) "', self.grammar)
 
     def closers(self) -> list[bytes]:
         """Return, of each hole, the bytes that may come next, as far as the grammar says them right there."""
         found = [set(place.closers) for place in self.holes]
-        for number, after in re.findall(self.mark.pattern + r'(?:"\)*\s+(?:\(*)")?((?:[^"\\]|\\.)?)', self.grammar):
-            found[self.hole_of[int(number)]].add(_ESCAPED.get(after, after[-1:]))
+        for mark in re.finditer(rf'(?:{self.mark.pattern})(?:"\)*\s+(?:\(*)")?((?:[^"\\]|\\.)?)', self.grammar):
+            found[self.hole_of[occurrence(mark)]].add(_ESCAPED.get(mark[3], mark[3][-1:]))
         each = ["".join(sorted(texts)).encode("utf-8", "ignore") for texts in found]
         return [texts if len(texts) <= _CLOSERS else b"" for texts in each]

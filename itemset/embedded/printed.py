@@ -48,7 +48,6 @@ class Texts(NamedTuple):
 
     texts: list[str]  # distinct
     closers: bytes  # what may come right after one of them, as far as that is known
-    at_start: bool  # whether they stand where the answer begins, and nowhere else
 
 
 class _Rule(NamedTuple):
@@ -80,7 +79,7 @@ def long_alternations(grammar: str, least: int, first: int, most: int = HOLES) -
                 token, options = f"Token({first + len(found)})", options + ['""'] * ("" in texts)
                 options.append(f'("\\"" {token} "\\"")' if quoted else f"({token})")
                 inside = [text[1:-1] if quoted else text for text in texts if text]
-                found.append(Texts(inside, after.encode("utf-8", "ignore"), before == {""}))
+                found.append(Texts(inside, after.encode("utf-8", "ignore")))
             else:
                 options += map(rule.texts.__getitem__, texts)
         lines[rule.line] = f"{rule.name} ::= ({' | '.join(options)})"

@@ -7,7 +7,6 @@ missing there was dropped; the others become holes. A mark that is quoted is ins
 import json
 import re
 import secrets
-import unicodedata
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -17,8 +16,8 @@ import xgrammar
 from itemset.embedded.holes import HOLES
 
 from itemset.embedded.placement import (  # isort: skip
-    ANY, JSON, NAMED, NO_SCHEMAS, NO_SPACE, PLACES, REFERENCES, REFERRING, SELECTION, SETS, SLATE, TAG, WORD, Marked,
-    Place, Survey, check_characters, means_set, objects, says_set,
+    ANY, DEFINITIONS, JSON, NAMED, NO_SCHEMAS, NO_SPACE, PLACES, REFERENCES, REFERRING, SELECTION, SETS, SLATE, TAG,
+    WORD, Marked, Place, Survey, check_characters, means_set, objects, occurrence, read_slate, says_set,
 )  # fmt: skip
 from itemset.embedded.printed import printed
 from itemset.errors import ItemSetError, shown
@@ -26,14 +25,19 @@ from itemset.errors import ItemSetError, shown
 _ANNOTATIONS = {"title", "description", "default", "examples", "$comment", "deprecated", "readOnly", "writeOnly"}
 _READ = {"items", "additionalProperties", "unevaluatedProperties", "unevaluatedItems"}
 _READ_LISTS = {"anyOf", "oneOf", "allOf", "prefixItems"}
+_RULING = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")  # xgrammar reads the first of these, and nothing else
+_OTHER_KEYS = ("properties", "additionalProperties", "unevaluatedProperties")  # which keys may be a pattern's as well
 _UNREAD = {
     "not", "if", "then", "else", "contains", "propertyNames", "dependentSchemas", "dependencies", "contentSchema",
 }  # fmt: skip
 # What is not closed goes on to its line's end: to look for that from each of many brackets would take the square.
-_EBNF = re.compile(r'"(?:[^"\\\n]|\\.)*"?|\[(?:[^\]\\\n]|\\.)*\]?|#[^\n]*|//[^\n]*|(?<![\w.-])ItemSet\s*\(\s*')
+_LITERAL = r'"(?:[^"\\\n]|\\.)*"?|\[(?:[^\]\\\n]|\\.)*\]?|#[^\n]*|//[^\n]*|/(?:[^/\\\n]|\\.)+/'
+_EBNF = re.compile(_LITERAL + r"|(?<![\w.-])ItemSet\s*\(\s*")
 _REPEATED = re.compile(r"\s*[?*+{~]")  # after an element
 _ESCAPED_WORD = re.compile(r"\\u00(?:[4-7][0-9a-fA-F]|2[0dD])")  # of a letter, _, - or a space
-_SLATE = 'such as {"item_set": "films", "n": 5, "separator": "\\n"}'
+# xgrammar's rules of other keys than those that are stated, which an escape in a key would let in again.
+_OTHER_KEY = re.compile(r"(?m)^\w+_addl_key(?:_\d+)? ::= .*")
+_ESCAPED_KEY = r' | ("\\" basic_escape basic_string_sub)'
 GRAMMAR = 1 << 18  # characters of the grammar that xgrammar makes of it, with marks in place of the sets
 
 
@@ -54,7 +58,8 @@ class Marker:
         self._size_of, self._places, self._groups = size_of, list[Place](), 0
         self._nonce = secrets.token_hex(8)
         self._digits = 10**13 + secrets.randbelow(9 * 10**13)  # the same of numbers
-        self._unheld = list[str]()  # of a schema, paths of references where nothing holds
+        self._unheld = list[str]()  # of a schema, references where nothing holds, each with what is wrong
+        self._defined = dict[int, str]()  # of the places in definitions, the definition's name
         self._survey = Survey()
 
     def finds(self, kind: str, given: Any) -> bool:
@@ -134,7 +139,7 @@ class Marker:
         before, self._unheld = len(self._places), []
         marked = self._schema(given, path)
         if self._unheld and len(self._places) > before:
-            raise _does_not_hold(self._unheld[0])
+            raise ItemSetError(self._unheld[0])
         return marked
 
     def _schema(self, node: Any, path: str, read: bool = True) -> Any:
@@ -149,18 +154,37 @@ class Marker:
             if read and (key in SELECTION or means_set(key)):
                 raise ItemSetError(f"{path} has {key}, but no {WORD}: name a set as {WORD}, or omit it")
             if means_set(key) and isinstance(value, str | list):
-                raise _does_not_hold(path)
+                raise ItemSetError(_does_not_hold(path))
         out, distinct = dict(node), read and self._is_distinct(node, path)
         for key, value in node.items():
             below, is_list = f"{path}.{key}", isinstance(value, list)
             several = key == "allOf" and is_list and len(value) > 1 and self._survey.holds(value, ANY)
             refers = key in REFERENCES[1:] or (key in _UNREAD and self._survey.holds(value, REFERRING))
-            self._unheld += [below] if read and (several or refers) else []
+            away = key == "$ref" and isinstance(value, str) and value != "#" and not value.startswith("#/")
+            self._unheld += [_does_not_hold(below)] if read and (several or refers or away) else []
+            self._unheld += self._beside(node, key, path) if read else []
             if key in NAMED and isinstance(value, dict):
-                out[key] = {name: self._schema(one, f"{below}.{name}", read) for name, one in value.items()}
+                out[key] = dict[str, Any]()
+                for name, one in value.items():
+                    first, out[key][name] = len(self._places), self._schema(one, f"{below}.{name}", read)
+                    for number in range(first if key in DEFINITIONS else len(self._places), len(self._places)):
+                        self._defined.setdefault(number, name)
             elif key not in NO_SCHEMAS and not (key == "items" and distinct):
                 out[key] = self._schema(value, below, read and (key in _READ_LISTS if is_list else key in _READ))
         return self._distinct_items(node, out, path) if distinct else out
+
+    def _beside(self, node: dict[str, Any], key: str, path: str) -> list[str]:
+        """Return what is wrong with a keyword because of another one beside it."""
+        ruling = next((one for one in _RULING if one in node), key)
+        if ruling != key and key not in DEFINITIONS and self._survey.holds(node[key], REFERRING):
+            return [
+                f"{path}.{key}: xgrammar drops it beside {ruling}, so no item_set would hold there: omit one of them"
+            ]
+        others = [one for one in _OTHER_KEYS if node.get(one) not in (None, False)]
+        if key == "patternProperties" and self._survey.holds(node, ANY) and (others or len(node[key]) > 1):
+            message = "the same key may come by another rule, so that an item_set would not hold: state all keys in"
+            return [f"{path}.{key}: {message} properties, or one pattern alone"]
+        return []
 
     def _string(self, node: dict[str, Any], path: str) -> Any:
         if others := sorted(set(node) - {WORD, "type", *SELECTION, *_ANNOTATIONS}):
@@ -203,6 +227,9 @@ class Marker:
         if least > size:
             raise ItemSetError(f"{path}: minItems={least:,}, but there are {size:,} distinct items: ask for fewer")
         most = size if most is None else min(most, size)
+        if most == 0:
+            self._places.pop()
+            return {"const": []}
         self._groups += 1
         del out["uniqueItems"]
         self._places[-1] = replace(place, group=self._groups, begins=True)
@@ -227,6 +254,14 @@ class Marker:
             return {"type": "const_string", "value": self._mark(replace(self._place(node, path), closers=closers))}
         if node.get("excludes") and self._survey.holds(node.get("json_schema"), SETS):
             raise ItemSetError(f"{path}.excludes would not hold for the items of a set: omit it, or exclude keys")
+        if node.get("type") == "sequence" and isinstance(elements := node.get("elements"), list):
+            endless = [_is_endless(one, ".content" in path) for one in elements]
+            after = elements[endless.index(True) + 1 :] if True in endless else []
+            if any(self._survey.holds(one, SETS) for one in after):
+                raise ItemSetError(
+                    f"{path}.elements[{endless.index(True)}] takes all text up to the end, so that no item_set after "
+                    "it would begin: put a tag before the item, with triggered_tags and stop_after_first"
+                )
         begin, ends = node.get("begin"), node.get("end")
         ends = [end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, str)]
         out: dict[str, Any] = {}
@@ -286,39 +321,38 @@ class Marker:
 
     def _placed(self, spec: str, text: str, given: Any) -> Marked | None:
         """text: xgrammar's grammar of `spec`. given: without the marks."""
-        holes, hole_of = list[Place](), dict[int, int]()
+        holes, hole_of = list[Place](), dict[tuple[int, bool], int]()
         mark = rf"(?:ITEMSET{self._nonce}N|{self._digits})(\d+)E?"
+        marks = re.compile(rf'(?<=\\"){mark}(?=\\")|{mark}')
+        text = _OTHER_KEY.sub(lambda rule: rule[0].replace(_ESCAPED_KEY, ""), text)
         if len(text) > GRAMMAR:
             raise ItemSetError(
                 f"xgrammar makes {len(text):,} characters of grammar of the constraint, the limit is {GRAMMAR:,}: "
                 "state fewer properties, references, tags or rules"
             )
-        there, quoted = ({int(number) for number in re.findall(one, text)} for one in (mark, rf'\\"{mark}\\"'))
-        named = {str(node.get("$ref")).rpartition("/")[2] for _, node in objects(given, "$")}
-        numbers: dict[Any, int] = {}
-        for number, place in enumerate(self._places):
-            if number not in there:
-                *_, definition = re.split(r"\.(?:\$defs|definitions)\.", place.path)
-                if definition != place.path and definition.split(".")[0] not in named:
-                    continue  # a definition that nobody uses
+        there = sorted({occurrence(found) for found in marks.finditer(text)})
+        named = {str(node.get("$ref")).rpartition("/")[2] for node in objects(given)}
+        for number in {*range(len(self._places))} - {number for number, _ in there}:
+            if self._defined.get(number) in {None, *named}:  # no definition, or one that is used
                 raise ItemSetError(
-                    f"{place.path}: xgrammar drops what stands there, so the item_set would not hold: state it in "
-                    "properties, items or anyOf"
+                    f"{self._places[number].path}: xgrammar drops what stands there, so the item_set would not hold: "
+                    "state it in properties, items or anyOf"
                 )
-            place = replace(place, quoted=number in quoted)
+        numbers: dict[Any, int] = {}
+        for number, quoted in there:
+            place = replace(self._places[number], quoted=quoted)
             key = (*place.asks, place.group, place.begins)
             if key not in numbers:
                 numbers[key] = len(holes)
                 holes.append(place)
-            hole_of[number] = numbers[key]
+            hole_of[number, quoted] = numbers[key]
         if len(holes) > HOLES:
             raise ItemSetError(f"the constraint has {len(holes)} different item sets, the limit is {HOLES}")
-        return Marked(spec, text, re.compile(mark), holes, hole_of) if holes else None
+        return Marked(spec, text, marks, holes, hole_of) if holes else None
 
 
-def _does_not_hold(path: str) -> ItemSetError:
-    message = "an item_set does not hold there: state it in properties, items, prefixItems or anyOf"
-    return ItemSetError(f"{path}: {message}")
+def _does_not_hold(path: str) -> str:
+    return f"{path}: an item_set does not hold there: state it in properties, items, prefixItems or anyOf"
 
 
 def of_present_form(tag: dict[str, Any]) -> Any:
@@ -342,26 +376,11 @@ def _begins_with_item(node: Any) -> bool:
     return node.get("type") == WORD or (node.get("type") != "tag" and _begins_with_item(elements[0]))
 
 
-def read_slate(slate: Any) -> tuple[dict[str, Any], int, str]:
-    """Return a slate (item_set, n, separator, what selects items), its n and its separator. Raises ItemSetError."""
-    if not isinstance(slate, dict):
-        raise ItemSetError(f"slate must be an object of {WORD}, n and separator, {_SLATE}, not {shown(slate)}")
-    if others := sorted(set(slate) - {WORD, "n", "separator", *SELECTION}):
-        raise ItemSetError(f"slate: there is no {shown(others[0])}, only {WORD}, n, separator, {', '.join(SELECTION)}")
-    for word, meaning in ((WORD, "the set's name"), ("n", "how many items")):
-        if slate.get(word) is None:
-            raise ItemSetError(f"slate has no {word}, which is {meaning}: state it, {_SLATE}")
-    n, separator = slate["n"], slate.get("separator", "\n")
-    if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= PLACES:
-        raise ItemSetError(f"slate.n must be a number of items, 1 to {PLACES:,}, not {shown(n)}")
-    if not isinstance(separator, str):
-        raise ItemSetError(f"slate.separator must be a text, not {shown(separator)}")
-    for character in separator:
-        if unicodedata.category(character).startswith("C") and character not in "\n\r\t":
-            raise ItemSetError(
-                f"slate.separator has the character U+{ord(character):04X}, which is invisible and no space: of "
-                "such, only the line feed, the carriage return and the tab may stand in it"
-            )
-    if separator.endswith(" "):
-        raise ItemSetError(f"slate.separator {NO_SPACE}")
-    return slate, n, separator
+def _is_endless(node: Any, bounded: bool) -> bool:
+    """Return whether nothing of a structural tag begins after this format. bounded: it ends where a tag's end comes."""
+    match node:
+        case {"type": "any_text"}:
+            return bounded or bool(node.get("excludes"))
+        case {"type": "triggered_tags"}:
+            return not node.get("stop_after_first")
+    return False

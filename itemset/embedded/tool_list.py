@@ -45,7 +45,7 @@ def tool_list(kind: str, spec: str, least: int) -> ToolList | None:
         return None
     parsed = json.loads(spec)
     word, mark = "tags" if kind == TAG else "anyOf", "TOOL" + hashlib.sha256(spec.encode()).hexdigest()
-    for _, node in objects(parsed, "$"):
+    for node in objects(parsed):
         listed = node.get(word)
         if not isinstance(listed, list) or len(listed) <= least:
             continue

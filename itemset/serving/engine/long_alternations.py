@@ -28,7 +28,7 @@ from itemset.embedded.tool_list import ToolList, tool_list
 from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet, build
 from itemset.serving.engine.grammars import short_turns
-from itemset.text import Escape, continues, encode
+from itemset.text import encode
 from itemset.trie.rows import Rows, joined
 
 _KEPT = 128 << 20  # bytes of sets and grammars that are kept for further requests
@@ -102,7 +102,7 @@ class LongAlternations:
         if (tools := tool_list(kind, spec, self._least)) is not None:
             if not self._checked:  # xgrammar refuses a request for any of its tools
                 printed(kind, tools.spec(tools.tools), self._options)
-            names = self._set(Texts(list(tools.tools), tools.closers, False))
+            names = self._set(Texts(list(tools.tools), tools.closers))
             compiled, cost = self._of_tools(tools, frozenset(), Items(names))
             what, cost = f"{tools.size:,} tools", cost + names.nbytes + len(spec)
         elif kind in (JSON, TAG) and '"enum"' not in spec:
@@ -151,14 +151,12 @@ class LongAlternations:
     def _set(self, found: Texts) -> ItemSet:
         """Raises ItemSetError for special tokens, which answers leave out, and texts that tokens do not give back."""
         tokenizer, vocabulary = self._tokenizer.get(), self._vocabulary()
-        escape: Escape | None = None if found.at_start else "text"
         slices = (found.texts[start : start + _SLICE] for start in range(0, len(found.texts), _SLICE))
-        rows = joined([Rows(*encode(part, tokenizer, escape=escape)) for part in slices])
+        rows = joined([Rows(*encode(part, tokenizer, escape="text")) for part in slices])
         added = getattr(tokenizer, "added_tokens_decoder", {}).items()
         special = [*getattr(tokenizer, "all_special_ids", ()), *(token for token, one in added if one.special)]
         special += range(vocabulary.size, int(rows.tokens.max()) + 1)
-        mark = " " if found.at_start and not continues(tokenizer) else ""
-        texts = [(mark + text).encode() for text in found.texts]
+        texts = [text.encode() for text in found.texts]
         if np.isin(rows.tokens, special).any() or not vocabulary.spells(rows.tokens, rows.offsets, texts):
             raise ItemSetError("some texts have special tokens, or the tokenizer does not give them back")
         return build(rows)

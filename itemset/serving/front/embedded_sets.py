@@ -109,9 +109,9 @@ class Constraints:
         return marked
 
     def _size(self, serving: Mapping[str, Opened], place: Place) -> int:
-        if isinstance(place.named, list):
-            return len({str(text) for text in place.named})
-        return len(self._checks.made(replace(_asked(place, serving), escape=None)).item_set)  # as many in any spelling
+        asked = _asked(place, serving)  # a list itself: a tokenizer may make two of its texts one item
+        asked = asked if asked.choice is not None else replace(asked, escape=None)  # as many in any spelling
+        return len(self._checks.made(asked).item_set)
 
     def _assembled(self, kind: str, marked: Marked, made: list[InlineSet]) -> Constraint:
         holes, vocabulary = list(map(SetHole, marked.holes, marked.closers(), made)), self.vocabulary.get()

@@ -13,7 +13,7 @@ from itemset.serving import wire
 from itemset.serving.catalogue import RefusedError
 
 REFERENCE = "item_set"  # the name of a registered set; inside the front end an ItemRequest takes its place
-SLATE = "slate"  # several distinct items in one answer: see `itemset.embedded.rewrite.read_slate`
+SLATE = "slate"  # several distinct items in one answer: see `itemset.embedded.placement.read_slate`
 CHOICE, STRUCTURED, GUIDED = "choice", "structured_outputs", "guided_choice"
 """The inline list, the field that vLLM has it in, and its older word for it."""
 FILTER, EXCLUDE, ONLY, PROMPT = SELECTION = ("item_filter", "exclude_keys", "only_keys", "exclude_prompt")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import itemset
 from itemset import ItemSetError
 from itemset.building.columns import as_list
+from itemset.building.dialects import Dialect
 from itemset.building.sources import read
 
 
@@ -46,6 +49,57 @@ def test_types_are_those_of_all_parts(tmp_path: Path, suffix: str) -> None:
     assert source.attributes.column("price").to_pylist() == [3.0, 5.5, 4.0]
     since = [None if day is None else str(day) for day in source.attributes.column("since").to_pylist()]
     assert since == ["2026-01-02", None, "2026-03-04"]
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
+def test_lists_in_one_text(tmp_path: Path, suffix: str) -> None:
+    """An attribute in which no text has what splits stays as it is; lists are what they were."""
+    rows = (
+        [{"title": "Kite", "genres": "Drama", "by": "Ann", "since": "2026-01-02"}],
+        [
+            {"title": "Ball", "genres": "Action | Comedy", "by": "Bo"},
+            {"title": "Boat"},
+        ],
+    )
+    path = parts(tmp_path / "p", suffix, *rows)
+    names = ["genres", "by", "since"]
+    attributes = read(path, column="title", attributes=names, dialect=Dialect.of({"split": "|"})).attributes
+    assert attributes is not None
+    assert attributes.column("genres").to_pylist() == [["Drama"], ["Action", "Comedy"], None]
+    assert attributes.column("by").to_pylist() == ["Ann", "Bo", None]
+    assert pa.types.is_date(attributes.column("since").type) == (suffix != "parquet")
+    plain = read(path, column="title", attributes=names).attributes
+    assert plain is not None
+    assert plain.column("genres").to_pylist() == ["Drama", "Action | Comedy", None]
+
+
+def test_lists_beside_lists_in_one_text(tmp_path: Path) -> None:
+    path = parts(tmp_path / "p", "jsonl", [{"title": "Kite", "a": ["x|y"], "b": "x|y"}, {"title": "Boat", "a": []}])
+    source = read(path, column="title", attributes=["a", "b"], dialect=Dialect(split="|"))
+    assert source.attributes is not None
+    assert source.attributes.to_pydict() == {"a": [["x|y"], []], "b": [["x", "y"], None]}
+
+
+def test_decimals(tmp_path: Path) -> None:
+    """Databases write integers as decimals, too: as keys and as attributes they are what they say."""
+    whole = pa.array([Decimal(7), Decimal(8)], pa.decimal128(38, 0))
+    price = pa.array([Decimal("1.25"), None], pa.decimal128(10, 2))
+    table = pa.table({"title": ["Kite", "Boat"], "id": whole, "n": whole, "price": price})
+    pq.write_table(table, tmp_path / "d.parquet")
+    source = read(tmp_path / "d.parquet", column="title", key="id", attributes=["n", "price"])
+    assert source.keys.to_pylist() == [7, 8]
+    assert source.attributes is not None
+    assert source.attributes.to_pydict() == {"n": [7, 8], "price": [1.25, None]}
+    assert source.attributes.schema.types == [pa.int64(), pa.float64()]
+    made = itemset.build([[1], [2]], attributes=table.select(["n", "price"]))
+    assert made.attributes.schema.types == [pa.int64(), pa.float64()]
+    pq.write_table(
+        table.set_column(1, "id", pa.array([Decimal(10**20)] * 2, pa.decimal128(38, 0))), tmp_path / "e.parquet"
+    )
+    with pytest.raises(ItemSetError, match="e.parquet cannot be read: Integer value out of bounds"):
+        read(tmp_path / "e.parquet", column="title", key="id")
+    with pytest.raises(ItemSetError, match="key column 'price' holds double, keys must be integers or strings"):
+        read(tmp_path / "d.parquet", column="title", key="price")
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])

@@ -194,6 +194,7 @@ def test_options_that_are_none() -> None:
         ({"quotes": "maybe"}, "quotes must be csv or text"),
         ({"header": "1"}, "header must be yes or no"),
         ({"delimiter": ""}, "delimiter must be"),
+        ({"split": ""}, "split must be the text between two strings of a list"),
     ]:
         with pytest.raises(ItemSetError, match=message):
             Dialect.of(words)

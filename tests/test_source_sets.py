@@ -98,7 +98,7 @@ def test_a_second_start_builds_nothing_and_a_change_of_the_file_does(folder, ope
     [
         (
             "films.csv?colum=title",
-            "options other than column, key, .*, encoding, keys_repeat, keep_text: write films=.*films.csv.column=NAME",
+            "options other than column, key, .*, split, keys_repeat, keep_text: write films=.*films.csv.column=NAME",
         ),
         ("films.csv?column=name", "no column 'name', it has 'movie_id', 'title', 'year'"),
         ("plain.csv", "has the columns 'a', 'b': say which has the items, films=.*plain.csv.column=NAME"),

@@ -82,11 +82,13 @@ class Table:
             named = list(dict.fromkeys(name for one in there.values() for name in one))
             for name in self.attributes:
                 _check_column(files[0], name, named)
-        judges = [Judged(name, ALL if text else DATES, attribute_kind) for name in self.attributes]
+        declared = format_of(files[0]) == ".parquet"
+        patterns = ALL if text else () if declared else DATES
+        judges = [Judged(name, patterns, attribute_kind, given.split) for name in self.attributes]
         key_judges = [] if self.key is None else [Judged(self.key, KEYS if text else (), value_kind)]
         for file in files:
             with guarded(file):
-                if format_of(file) == ".parquet":
+                if declared and given.split is None:
                     for judge in (*judges, *key_judges):
                         if judge.name in there[file.name]:
                             judge.declare(there[file.name][judge.name], file)
@@ -115,7 +117,8 @@ class Table:
                 continue
             known = None
             if self.attributes:
-                named = {name: converted(values[name], self.types[name], rows) for name in self.attributes}
+                split = self.dialects[file.name].split
+                named = {name: converted(values[name], self.types[name], rows, split) for name in self.attributes}
                 known = as_attributes(pa.table(named), rows)
             texts = isinstance(items, list)
             yield Items(items if texts else None, None if texts else items, keys, known, done, place, before - rows + 1)

@@ -23,7 +23,7 @@ _INSIDE = "\x1f"  # stands for a delimiter of two characters: Python's csv has o
 _QUOTED = re.compile(r'"(?:[^"]|"")*"')
 csv.field_size_limit(1 << 24)
 
-WORDS = ("delimiter", "quotes", "header", "encoding")  # of options that say how a table is written
+WORDS = ("delimiter", "quotes", "header", "encoding", "split")  # of options that say how a table is written
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class Dialect:
     quotes: Literal["csv", "text"] | None = None  # fields may stand in quotes, or a quote is a character like others
     header: bool | None = None  # whether the first line has the columns' names
     encoding: str | None = None
+    split: str | None = None  # between the strings of a list that an attribute holds as one text
     names: tuple[str, ...] = ()  # of the columns
     skipped: int = 0  # lines before the table (`sep=;`)
     spaced: bool = False  # a space after a delimiter is no part of a field, because one stands after each
@@ -45,8 +46,9 @@ class Dialect:
         for name, known in {"quotes": ("csv", "text"), "header": ("yes", "no")}.items():
             if given.get(name, known[0]) not in known:
                 raise ItemSetError(f"{name} must be {known[0]} or {known[1]}, not {given[name]}")
-        if given.get("delimiter") == "":
-            raise ItemSetError("delimiter must be the text between two fields, such as ';' or tab, not empty")
+        for name, between, such in (("delimiter", "fields", "';' or tab"), ("split", "strings of a list", "'|'")):
+            if given.get(name) == "":
+                raise ItemSetError(f"{name} must be the text between two {between}, such as {such}, not empty")
         values: dict[str, Any] = {**given, **({"header": given["header"] == "yes"} if "header" in given else {})}
         if "delimiter" in given:
             values["delimiter"] = {"tab": "\t", "\\t": "\t"}.get(str(given["delimiter"]), given["delimiter"])

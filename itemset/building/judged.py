@@ -1,5 +1,6 @@
 """The one type that a column has over all files: as text is written, as JSON values are, as Parquet declares it."""
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -7,7 +8,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from itemset.errors import ItemSetError, shown
-from itemset.trie.attributes import is_text
+from itemset.trie.attributes import is_list, is_text, number_of
 
 _TIME = r"^[0-9]{4}-[0-9]{2}-[0-9]{2}[T ][0-9]{2}:[0-9]{2}(:[0-9]{2}([.][0-9]{1,6})?)?"
 _INTEGER = r"(0|-?[1-9][0-9]*)"
@@ -38,20 +39,25 @@ def _is_written_as(strings: Any, kind: Any, pattern: str) -> bool:
 class Judged:
     """The type of one column. patterns: of what its strings may be written as. kind_of: the type of a JSON value."""
 
-    def __init__(self, name: str, patterns: Sequence[tuple[Any, str]], kind_of: Callable[[object], Any]) -> None:
-        self.name, self._kind_of = name, kind_of
+    def __init__(
+        self, name: str, patterns: Sequence[tuple[Any, str]], kind_of: Callable[[object], Any], split: str | None = None
+    ) -> None:
+        """split: what stands between the strings of a list in one text, if any does."""
+        self.name, self._kind_of, self._split, self._is_split = name, kind_of, split, False
         self._kinds: dict[Any, str] = {}  # and an example of each
         self._patterns = patterns  # those that all strings so far match
         self._first: Any = None  # the first string that is not missing
 
     def declare(self, kind: Any, where: object) -> None:
         """Take the type that a file declares."""
-        kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+        kind = number_of(kind.value_type if pa.types.is_dictionary(kind) else kind)
         if not pa.types.is_null(kind):
             self._kinds.setdefault(pa.string() if is_text(kind) else kind, str(where))
 
     def add(self, values: Any, where: object) -> None:
         """Take the column's next values: an Arrow array, JSON values, or None if a file lacks the column."""
+        if isinstance(values, pa.Array) and pa.types.is_dictionary(values.type):
+            values = values.cast(values.type.value_type)
         if isinstance(values, pa.Array) and not is_text(values.type):
             self.declare(values.type, where)
             return
@@ -67,6 +73,8 @@ class Judged:
             if self._first is None and values.null_count < len(values):
                 self._first = values.drop_null()[0]
             self._patterns = [one for one in self._patterns if _is_written_as(values, *one)]
+            if self._split is not None:
+                self._is_split |= bool(pc.any(pc.match_substring(values, self._split)).as_py())
 
     @property
     def _written(self) -> Any:
@@ -91,7 +99,7 @@ class Judged:
         """Return the type of an attribute. Raises ItemSetError if its values are of several kinds."""
         kinds = self._kinds.keys()
         if kinds <= {pa.string()}:
-            return self._written
+            return pa.list_(pa.string()) if self._is_split else self._written
         if all(kind is not None and (pa.types.is_integer(kind) or pa.types.is_floating(kind)) for kind in kinds):
             wide = pa.float64() if any(map(pa.types.is_floating, kinds)) else pa.int64()
             return wide if len(kinds) > 1 else next(iter(kinds))
@@ -126,12 +134,16 @@ def attribute_kind(value: object) -> Any:
     return pa.float64() if isinstance(value, float) else value_kind(value)
 
 
-def converted(values: Any, kind: Any, rows: int) -> Any:
+def converted(values: Any, kind: Any, rows: int, split: str | None = None) -> Any:
     """Return a column's values as Arrow has them, in its type. values: None for a column that a file lacks."""
     if values is None:
         return pa.nulls(rows, kind)
+    if split is not None and is_list(kind) and isinstance(values, list) and str in map(type, values):
+        values = pa.array(values, pa.string())
     if not isinstance(values, list):
         values = values.cast(values.type.value_type) if pa.types.is_dictionary(values.type) else values
+        if split is not None and is_list(kind) and is_text(values.type):
+            values = pc.split_pattern_regex(values, rf"\s*{re.escape(split)}\s*")
         return values if values.type == kind else values.cast(kind)
     if pa.types.is_temporal(kind):
         return pa.array(values, pa.string()).cast(kind)

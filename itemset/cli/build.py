@@ -80,6 +80,8 @@ def _add_columns(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--delimiter", metavar="D", help="between the fields of a text file: ',', ';', tab, '|', '::'")
     sub.add_argument("--quotes", choices=["csv", "text"], help="fields may stand in quotes, or quotes are characters")
     sub.add_argument("--header", choices=["yes", "no"], help="whether the first line has the columns' names")
+    split = "between strings in one field: an attribute that has it, such as 'Action|Comedy', is a list of strings"
+    sub.add_argument("--split", metavar="S", help=split)
     sub.add_argument("--encoding", metavar="E", help="of a text file, such as latin-1 (default: UTF-8)")
 
 

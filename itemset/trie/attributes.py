@@ -35,6 +35,11 @@ def is_list(kind: Any) -> bool:
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
 
 
+def number_of(kind: Any) -> Any:
+    """Return the type of a decimal's numbers, of any other type that type: databases write integers so, too."""
+    return (pa.float64() if kind.scale > 0 else pa.int64()) if pa.types.is_decimal(kind) else kind
+
+
 _CALLED = (
     ("bool", pa.types.is_boolean),
     ("integer", pa.types.is_integer),
@@ -139,6 +144,7 @@ def _plain_type(kind: Any) -> Any:
         return pa.float32()
     if pa.types.is_date(kind):
         return pa.date32()
+    kind = number_of(kind)
     return kind if any(holds(kind) for _, holds in _CALLED) else None
 
 

@@ -179,8 +179,8 @@ def test_items_without_keys(suffix, tokenizers, tmp_path, capsys):  # noqa: F811
             path.write_text("".join(json.dumps({"ids": item, "id": "x"}) + "\n" for item in items))
     given = ["--tokenizer", tokenizers[0]] if suffix == "txt" else ["--vocab-size", "100"]
     columns = ["--column", "ids"] if suffix == "jsonl" else []
-    run(capsys, "build", tmp_path / f"b.{suffix}", *columns, *given, "-o", tmp_path / "b.itemset")
     keys = ["--key", ""] if suffix == "jsonl" else []  # else its `id` would be taken for one
+    run(capsys, "build", tmp_path / f"b.{suffix}", *columns, *keys, *given, "-o", tmp_path / "b.itemset")
     run(capsys, "publish", tmp_path / f"a.{suffix}", tmp_path / "set", *keys, *given)
     assert "1 gone, 1 new, 0 changed, 2 the same" in run(capsys, "publish", tmp_path / f"b.{suffix}", tmp_path / "set")
     assert published.current(tmp_path / "set").path.read_bytes() == (tmp_path / "b.itemset").read_bytes()

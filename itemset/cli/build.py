@@ -34,8 +34,8 @@ def add_to(command: Command) -> None:
         "a file, a folder of such, a glob in quotes ('parts/*.parquet'), or one under s3://, gs://, hf://, https://"
     )
     sub.add_argument("source", metavar="SOURCE", help=f"{formats}: {places}")
-    sub.add_argument("--column", metavar="C", help="column of the items: texts or lists of token ids")
-    sub.add_argument("--key", metavar="K", help="column of the keys: integers or strings (default: row numbers)")
+    sub.add_argument("--column", metavar="C", help="column of the items (default: chosen by name)")
+    sub.add_argument("--key", metavar="K", help="column of the keys (default: chosen by name; '': row numbers)")
     add_encoding(sub)
     sub.add_argument("-o", "--output", metavar="FILE", required=True, help="the index file to write")
 
@@ -99,7 +99,7 @@ def _output_file(given: str, *sources: str | None) -> Path:
 
 def build(args: argparse.Namespace) -> None:
     output = _output_file(args.output, args.source)
-    start, taken = time.perf_counter(), taken_of(args)
+    start, taken = time.perf_counter(), choose_columns(args, output.stem, None)
     _print_written(write_index(args, output), output, start, ("read", taken))
 
 

@@ -55,6 +55,7 @@ class Of:
     """
 
     def __init__(self, item_set: Sets, **only: Any) -> None:
+        only = {name: _sent(name, value) for name, value in only.items()}
         self._schema = {"type": "string", "item_set": item_set, **only}
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
@@ -178,11 +179,15 @@ def _asked(
     given = {"model": "", "messages" if chat else "prompt": prompt}
     extra = {**words, **options.pop("extra_body", {})}
     for name, value in options.items():
-        if name in ("exclude_keys", "only_keys") and not isinstance(value, str | list):
-            value = value.tolist() if hasattr(value, "tolist") else list(value)  # an array, a set
-        (given if name in declared else extra)[name] = value
+        (given if name in declared else extra)[name] = _sent(name, value)
     answer = create(**given, extra_body=extra)
     return _later(answer, take) if inspect.isawaitable(answer) else take(answer)
+
+
+def _sent(name: str, value: Any) -> Any:
+    if name not in ("exclude_keys", "only_keys") or isinstance(value, str | list | None):
+        return value
+    return value.tolist() if hasattr(value, "tolist") else list(value)  # an array, a set
 
 
 async def _later(answer: Awaitable[Any], take: Callable[[Any], Result]) -> Result:

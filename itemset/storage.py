@@ -151,6 +151,8 @@ def write_whole(path: Path, temporary: Path, mode: int, pieces: Iterable["Buffer
 
     Another process that writes the same file waits meanwhile.
     """
+    if temporary.exists() and not os.access(temporary, os.W_OK, effective_ids=True):  # a killed process's of another user
+        temporary.unlink(missing_ok=True)
     with locked(temporary, mode=mode, must=False) as descriptor:
         try:
             os.ftruncate(descriptor, 0)  # a killed process left it

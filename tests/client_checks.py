@@ -51,6 +51,7 @@ def check(server: Any) -> None:
     assert [item.score for item in best] == sorted((item.score for item in best), reverse=True)
     late = rank(client, "films", MESSAGES, n=12, item_filter=LATE, exclude_keys=[12])
     assert {item.key for item in late} == {9, 10, 11}
+    assert known(rank(client, "films", "A film: ", n=2, exclude_keys=None, only_keys={1, 2}))
     few = rank(client, "films", "A film: ", n=12, at_most={"region": 2}, item_attributes=["region"], exclude_keys=[12])
     assert sorted(item.attributes["region"] for item in few) == ["DE", "DE", "FR", "FR"]
     assert few == sorted(few, key=lambda item: -(item.score or 0))

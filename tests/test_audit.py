@@ -46,6 +46,20 @@ def written(folder: Path) -> list[Any]:
     return [json.loads(line) for path in sorted(folder.iterdir()) for line in path.read_bytes().splitlines()]
 
 
+def test_a_full_disk_with_room_again(tmp_path):
+    """The stream of a deleted file still has what found no room. Its end is no end of the log."""
+    audit.begin(str(tmp_path), "tiny", LOGGER)
+    (path,) = tmp_path.iterdir()
+    path.unlink()
+    path.symlink_to("/dev/full")
+    audit.answered("lost", None, FILMS, {"item": {"key": 1}})
+    audit.log.queue.join()
+    path.unlink()
+    for i in range(3):
+        audit.answered(str(i), None, FILMS, {"item": {"key": i}})
+    assert [line["id"] for line in written(tmp_path)][-2:] == ["1", "2"]
+
+
 def test_a_line_says_which_items_and_no_text(tmp_path):
     audit.answered("before", None, FILMS, {"item": {"key": 1}})  # off by default
     assert StaticConfig.of({}).item_set_audit_log is None

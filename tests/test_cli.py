@@ -140,7 +140,9 @@ def test_refused_builds(capsys, csv, npy, tokenizers, tmp_path):
     assert "--tokenizer" in refused(capsys, "build", csv, "--column", "title", "-o", out)
     assert "'movie_id', 'title'" in refused(capsys, "build", csv, "--column", "x", "-o", out)
     (tmp_path / "ab.csv").write_text("a,b\nx,y\nz,w\n")
-    assert "say which one holds the items with --column" in refused(capsys, "build", str(tmp_path / "ab.csv"), "-o", out)
+    assert "say which one holds the items with --column" in refused(
+        capsys, "build", str(tmp_path / "ab.csv"), "-o", out
+    )
     texts = [csv, "--column", "title", "--tokenizer", tokenizers[0]]
     assert "--vocab-size" in refused(capsys, "build", *texts, "--vocab-size", "5", "-o", out)
     assert "--prefix" in refused(capsys, "build", npy, "--prefix", " ", "-o", out)

@@ -220,6 +220,8 @@ def test_a_file_that_looks_broken_is_not_published(tokenizers, tmp_path, capsys)
         assert published.load_current(folder)[1].attributes["price"].to_pylist() == [2.5] * 200
     assert publish(100, "2") == 0
     assert publish(49, "2", "--force") == 0
+    assert publish(49, "", "--force") == 0
+    assert publish(49, "3.5") == 0  # no value was of another type
 
 
 def test_a_damaged_version_stops_no_file(tokenizers, tmp_path, capsys):  # noqa: F811
@@ -240,7 +242,7 @@ def test_dense_keys_are_not_taken_for_row_numbers(tokenizers, tmp_path, capsys):
     rows = [{"id": i, "title": title} for i, title in enumerate(("Ink", "Pen", "Cap"))]
     given, index = ["--tokenizer", tokenizers[0]], tmp_path / "a.itemset"
     for key in ("id", ""):
-        keyed = ["--column", "title", *(["--key", key] if key else [])]
+        keyed = ["--column", "title", "--key", key]
         run(capsys, "build", write(tmp_path / "a.csv", rows), *keyed, *given, "-o", index)
         tomorrow = write(tmp_path / "b.csv", rows[1:])
         update = ["update", str(index), "--from", str(tomorrow), *given, "-o", str(tmp_path / "b.itemset")]

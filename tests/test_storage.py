@@ -231,6 +231,24 @@ def test_who_writes_a_file_waits_for_another_that_does(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["a"]
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="takes another user")
+def test_what_another_user_has_left_stops_nobody(tmp_path: Path) -> None:
+    """A killed process's unfinished file, which only its user may write to, in a folder of both."""
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    folder.chmod(0o777)
+    for above in (tmp_path, *tmp_path.parents[:3]):  # pytest's own, which are its user's
+        above.chmod(above.stat().st_mode | 0o055)
+    (folder / "b").write_bytes(b"half")
+    os.seteuid(65534)
+    try:
+        storage.write_whole(folder / "a", folder / "b", 0o644, [b"whole"])
+    finally:
+        os.seteuid(0)
+    assert (folder / "a").read_bytes() == b"whole"
+    assert os.listdir(folder) == ["a"]
+
+
 class Listed(MemoryFileSystem):  # type: ignore[misc]
     """Keeps listings, as hf:// does."""
 

@@ -271,6 +271,9 @@ def test_the_command_with_token_ids_and_attributes(capsys, sids, tmp_path):  # n
     assert "keys in column 'key' are those of different items (1), such as '12' of '[1, 4]'" in refused(capsys, *update)
     run(capsys, *update, "--keys-repeat")
     assert itemset.load(tmp_path / "out").keys.to_pylist().count("12") == 2
+    more = tmp_path / "more.jsonl"  # the keys that repeat are none of its own
+    more.write_text('{"ids": [1, 6], "key": "d"}')
+    run(capsys, "update", tmp_path / "out", "--add", more, *options, "-o", tmp_path / "more")
     new.write_text('{"ids": [1, 4], "key": "c", "year": "late"}')
     said = refused(capsys, "update", tmp_path / "old.itemset", "--add", new, *options, "-o", tmp_path / "out")
     assert "attribute 'year' holds int64 in the set, which the new items' large_string does not fit" in said

@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from itemset.building.external import database
@@ -58,7 +59,7 @@ def changes(
             notes.append(f"attribute {name!r} is {kind} and was {before_kind}")
         other = kind != before_kind and not {kind, before_kind} <= {"integer", "float"}
         values.append(f"CAST(v{i} AS VARCHAR) v{i}" if other else f"v{i}")
-        retyped = retyped or other
+        retyped = retyped or (other and was[name].null_count < len(was))  # else it had any type
     if other_keys:
         notes.append(f"keys are {kind_of(after.keys.type)}s and were {kind_of(before.keys.type)}s")
     key = "CAST(key AS VARCHAR) AS key" if other_keys else "key"
@@ -83,14 +84,19 @@ def _rows(s: ItemSet, numbers: NDArray[np.int64], by_key: bool) -> pa.Table:
 
 
 def refuse_repeated(
-    source: PathLike, key: str | None, s: ItemSet, tokenizer: Any, memory: int | None, folder: PathLike
-) -> None:
-    """Raise ItemSetError if different items have the same key, which comes from a source's column `key`."""
+    source: PathLike, key: str | None, s: ItemSet, tokenizer: Any, memory: int | None, folder: PathLike,
+    among: Any = None,
+) -> None:  # fmt: skip
+    """Raise ItemSetError if different items have the same key, which comes from a source's column `key`.
+
+    among: keys to look at, an Arrow array; None for all.
+    """
     if not key:
         return
     what = f"{source}: keys in column {key!r}"
     with database(what, memory, folder) as connection:
-        rows = connection.from_arrow(_rows(s, np.arange(len(s)), True))
+        table = _rows(s, np.arange(len(s)), True)
+        rows = connection.from_arrow(table if among is None else table.filter(pc.is_in(table["key"], value_set=among)))
         several = rows.aggregate("key, min(item) a, max(item) b, count(*) n", "key").filter("a < b")
         found = several.project("*, count(*) OVER ()").order("n DESC, key").limit(1).fetchall()
     if not found:

@@ -201,7 +201,7 @@ def update(args: argparse.Namespace) -> None:
         }
     after = before.updated(remove=_keys_as_in(before, removed, args.remove), missing_ok=args.missing_ok, **new)
     if args.add and not args.keys_repeat:
-        refuse_repeated(args.add, args.key, after, new["tokenizer"], args.memory, output.parent)
+        refuse_repeated(args.add, args.key, after, new["tokenizer"], args.memory, output.parent, among=new["keys"])
     after.save(output)
     added = len(source)  # of the keys, for an item may have several: one that is removed and added is both
     changed = f"{len(before.keys) + added - len(after.keys):,} keys removed, {added:,} added"

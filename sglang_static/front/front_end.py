@@ -27,6 +27,7 @@ from sglang_static.front.request import (
     asked,
     check_prompts,
     in_place,
+    names_set,
     names_sets,
     prompts_of,
     take_spaces,
@@ -79,7 +80,7 @@ class FrontEnd(FrontEndBase):
             raise wrong_type("sampling_params of one prompt must be an object: send no list of them")
         ways = [(wants_list(params or {}, fields), wants_candidates(params)) for params in each]
         ranked = bool(each) and ways[0][0]
-        if any(way != ways[0] for way in ways):
+        if any(way != ways[0] for way in ways) and any(names_set(params or {}, fields) for params in each):
             message = f"beam_width, {LIST} and {DRAWS} are for all prompts of a batch or for none: send two requests"
             raise RefusedError("beam search", message)
         with_defaults = [{**self._defaults, **(params or {})} for params in each]

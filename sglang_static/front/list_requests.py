@@ -8,9 +8,9 @@ each round is a batch of ordinary requests that score chosen tokens (`token_ids_
 import asyncio
 import copy
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -31,6 +31,7 @@ from itemset.serving.wire import EngineRequest, ListResult, NoList, Tokens
 from sglang_static.front.request import CARRIED, given_prompts
 
 AFTER = 5  # of the context: SGLang takes prompts shorter than that (managers/tp_worker.py, max_req_input_len)
+_Made = TypeVar("_Made")
 Generate = Callable[..., AsyncGenerator[Any, None]]
 _KEPT = ("cache_salt", "extra_key", "priority", "routed_dp_rank")  # of a request, by its list's own requests
 Entries = list[dict[str, Any]]  # what an answer says of each of its items
@@ -46,17 +47,10 @@ async def ranked(generate: Generate, manager: Any, request: Any, http_request: A
         for given in (request.sampling_params, request.lora_path)
     )
 
-    async def each() -> list[tuple[dict[str, Any], Entries]]:
-        given = zip(loras, params, prompts, map(partial(_kept, request), range(len(prompts))), strict=True)
-        tasks = [asyncio.ensure_future(_one(generate, manager, request, *one)) for one in given]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:  # one that fails ends the others
-            for task in tasks:
-                task.cancel()
-
+    given = zip(loras, params, prompts, map(partial(_kept, request), range(len(prompts))), strict=True)
+    each = [_one(generate, manager, request, *one) for one in given]
     # SGLang looks for the client only every four seconds of a request that was tokenized (_wait_one_response).
-    made = await while_connected(each(), http_request)
+    made = await while_connected(_together(each), http_request)
     if (body().fields or {}).get(BEAMS) or wants_candidates(params[0]):  # an OpenAI endpoint wants an answer a choice
         choices = []
         for answer, entries in made:
@@ -68,18 +62,24 @@ async def ranked(generate: Generate, manager: Any, request: Any, http_request: A
         yield made[0][0] if single else [answer for answer, _ in made]
 
 
-async def with_lists(part: Any, request: Any) -> Any:
-    """Return an answer, or those of a batch, with the lists after its thoughts. request: Starlette's, None without
-    one.
+async def _together(each: Iterable[Coroutine[Any, Any, _Made]]) -> list[_Made]:
+    tasks = [asyncio.ensure_future(one) for one in each]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:  # one that fails ends the others
+        for task in tasks:
+            task.cancel()
+
+
+async def add_lists(parts: list[Any], request: Any) -> None:
+    """Add to answers, or batches of them, the lists after their thoughts. request: Starlette's, None without one.
 
     These are made when the thoughts' own request has ended: it keeps new weights waiting, and they new requests.
     """
-    thoughts = [one["meta_info"] for one in objects(part) if THOUGHT in one["meta_info"]]
-    making = [info.pop(THOUGHT)() for info in thoughts]
-    lists = await while_connected(asyncio.gather(*making), request)
+    thoughts = [one["meta_info"] for part in parts for one in objects(part) if THOUGHT in one["meta_info"]]
+    lists = await while_connected(_together([info.pop(THOUGHT)() for info in thoughts]), request)
     for info, items in zip(thoughts, lists, strict=True):
         info["items"] = items
-    return part
 
 
 def is_thought(part: Any) -> bool:
@@ -136,7 +136,7 @@ async def _one(
         if logs.passes:
             await front_end.lists.run(logs, ask, read)
     except AbortedError as error:
-        info = {"finish_reason": error.args[0]}
+        info = {name: value for name, value in error.args[0].items() if "logprob" not in name}
         none = {"output_ids": [], "text": "", "meta_info": {**info, "item": None}}
         return {**none, "meta_info": {**info, "beam_results": [none] * asked.wanted}}, []
     # What SGLang says of any answer, such as the version of the weights, is that of the last pass.
@@ -236,8 +236,8 @@ async def _output(generate: Generate, request: GenerateReqInput) -> dict[str, An
     with no_body():
         async for part in generate(obj=request, request=None):
             output = part
-    if (reason := output["meta_info"]["finish_reason"])["type"] == "abort":
-        raise AbortedError(reason)
+    if output["meta_info"]["finish_reason"]["type"] == "abort":
+        raise AbortedError(output["meta_info"])
     return output
 
 

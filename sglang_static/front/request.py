@@ -29,6 +29,11 @@ def places(params: Mapping[str, Any], fields: Mapping[str, Any]) -> list[Mapping
     return [fields, custom if isinstance(custom, dict) else {}, params]
 
 
+def names_set(params: Mapping[str, Any], fields: Mapping[str, Any]) -> bool:
+    """Return whether one prompt names a set for its whole answer, or brings one."""
+    return any(place.get(word) is not None for place in places(params, fields) for word in (REFERENCE, CHOICE))
+
+
 def wants_list(params: Mapping[str, Any], fields: Mapping[str, Any]) -> bool:
     """Return whether the parameters of a prompt ask for a beam search, or for draws."""
     if any(map(wants_draws, places(params, fields))) or wants_candidates(params):

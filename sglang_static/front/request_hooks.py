@@ -59,8 +59,10 @@ async def _generate_request(
                     continue
                 answers.note(part)
                 yield part
+            if thoughts:
+                await list_requests.add_lists(thoughts, client)
             for part in thoughts:
-                answers.note(await list_requests.with_lists(part, client))
+                answers.note(part)
                 yield part
             return
     async for part in original():

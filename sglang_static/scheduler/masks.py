@@ -251,8 +251,8 @@ def preprocess_logits(original: Callable[..., Any], logits_output: Any, sampling
     result = original()
     if (noted := getattr(sampling_info, "item_sets", None)) is not None and (sampler := current()) is not None:
         numbers, rows = noted
-        if sampler.sanitizes_nan:  # which SGLang does after this, to what it then makes of -inf
-            logits_output.next_token_logits.nan_to_num_(nan=-1e20, posinf=1e30, neginf=-1e30)
+        if sampler.sanitizes_nan:  # SGLang does that after this, to -1e30, which it then makes of illegal tokens' -inf
+            logits_output.next_token_logits.nan_to_num_(nan=-1e20, posinf=1e30, neginf=-1e20)
         sampler.arena.use(numbers)
         sampler.slots.step(rows, logits_output.next_token_logits)
     return result

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
 
 import pytest
@@ -99,6 +100,31 @@ def test_the_requests_of_a_client_that_went_are_aborted(server):
         return counts[-1] == counts[-2]
 
     wait_for(still)
+
+
+def test_an_aborted_list_has_no_items(server):
+    """As SGLang answers what it has aborted, on its endpoints and OpenAI's, whose answers say more of a choice."""
+    params = {"item_set": "large", "exact": True}
+    openai = params | {"model": "tiny", "use_beam_search": True, "n": 200}
+    bodies = {
+        "/generate": {"input_ids": PROMPT, "sampling_params": params | {"beam_width": 200, "max_new_tokens": 20}},
+        "/v1/completions": openai | {"prompt": PROMPT},
+        "/v1/chat/completions": openai | {"messages": [{"role": "user", "content": "p"}]},
+    }
+    for path, body in bodies.items():
+        count = server.log().count(PREFILL)
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(server.post, path, body)
+            wait_for(lambda count=count: server.log().count(PREFILL) > count)
+            while not asked.done():  # a round may have ended as it came
+                server.post("/abort_request", {"rid": "", "abort_all": True})
+                time.sleep(0.05)
+        status, answer = asked.result()
+        assert status == 200, answer
+        one = answer["meta_info"]["beam_results"][0]["meta_info"] if path == "/generate" else answer["choices"][0]
+        assert one["item"] is None
+        reason = one["finish_reason"]
+        assert (reason["type"] if isinstance(reason, dict) else reason) == "abort"
 
 
 def test_draws_of_generate(server):

@@ -253,6 +253,8 @@ def test_parameters_of_a_batch_are_all_for_lists_or_none(server):
     each = [{"item_set": "labels", "beam_width": 4}, {"item_set": "labels", "n": 3}]
     for params in (each, each[::-1]):
         check_refused(server, "/generate", {"text": ["p", "q"], "sampling_params": params}, "are for all prompts of a")
+    plain = [{"max_new_tokens": 2}, {"max_new_tokens": 2, "beam_width": 1}]  # which is SGLang's, without any set
+    assert server.post("/generate", {"text": ["p", "q"], "sampling_params": plain})[0] == 200
 
 
 def test_custom_params_hold_no_set_where_they_are_not_read(server):

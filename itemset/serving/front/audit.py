@@ -55,10 +55,10 @@ def begin(folder: str, model: str, logger: logging.Logger) -> None:
 class _File(RotatingFileHandler):
     """Begins a new file where somebody has moved or deleted the last one."""
 
-    def emit(self, record: logging.LogRecord) -> None:
+    def shouldRollover(self, record: logging.LogRecord) -> bool:  # noqa: N802 - `emit` catches what fails in it
         if not os.path.exists(self.baseFilename):
             self.close()
-        super().emit(record)
+        return bool(super().shouldRollover(record))
 
 
 def answered(request_id: str, adapter: str | None, of: Any, told: Mapping[str, Any]) -> None:

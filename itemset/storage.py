@@ -151,7 +151,7 @@ def write_whole(path: Path, temporary: Path, mode: int, pieces: Iterable["Buffer
 
     Another process that writes the same file waits meanwhile.
     """
-    if temporary.exists() and not os.access(temporary, os.W_OK, effective_ids=True):  # a killed process's of another user
+    if temporary.exists() and not os.access(temporary, os.W_OK, effective_ids=True):  # another user's, who was killed
         temporary.unlink(missing_ok=True)
     with locked(temporary, mode=mode, must=False) as descriptor:
         try:

@@ -15,7 +15,7 @@ from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet, build
 from itemset.masking import Kernels, arena_plan
 from itemset.masking import batch as form
-from itemset.masking.arena_plan import ArenaFullError, Place, Plan, Resident, aligned, arena_bytes, room_for
+from itemset.masking.arena_plan import MOST_SETS, ArenaFullError, Place, Plan, Resident, aligned, arena_bytes, room_for
 from itemset.masking.batch import NO_BITS, READY, ROW, kernels_for, table_row
 from itemset.trie.levels import LevelPlan
 from itemset.trie.pointers import Pointers
@@ -134,7 +134,12 @@ class Arena:
     """
 
     def __init__(
-        self, nbytes: int, device: torch.device | str = "cpu", *, max_sets: int = 1024, kernels: Kernels = "auto"
+        self,
+        nbytes: int,
+        device: torch.device | str = "cpu",
+        *,
+        max_sets: int = MOST_SETS,
+        kernels: Kernels = "auto",
     ) -> None:
         """Raise ItemSetError if the device has no such room or no such kernels, or as `Plan` does."""
         self.plan, self.device, self.choice = Plan(nbytes, max_sets=max_sets), torch.device(device), kernels

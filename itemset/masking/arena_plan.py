@@ -9,6 +9,7 @@ from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
 from itemset.masking.batch import SET_BITS
 
+MOST_SETS = 1 << SET_BITS  # that a state can name
 _ALIGNMENT = 128  # bytes: sections begin at a cache line
 
 
@@ -51,10 +52,10 @@ class Plan:
     plan the arenas of several devices. Safe for threads.
     """
 
-    def __init__(self, nbytes: int, *, max_sets: int = 1024) -> None:
+    def __init__(self, nbytes: int, *, max_sets: int = MOST_SETS) -> None:
         """Raise ItemSetError if max_sets is more than a state can name (4,096)."""
-        if not 1 <= max_sets <= 1 << SET_BITS:
-            raise ItemSetError(f"an arena holds 1 to {1 << SET_BITS:,} sets, not {max_sets:,}")
+        if not 1 <= max_sets <= MOST_SETS:
+            raise ItemSetError(f"an arena holds 1 to {MOST_SETS:,} sets, not {max_sets:,}")
         self.nbytes = aligned(max(nbytes, 1))
         self._free_numbers = list(range(max_sets - 1, -1, -1))
         self._residents: dict[str, Resident] = {}  # by digest, the one released longest ago first
@@ -128,7 +129,8 @@ class Plan:
         sets, sizes = f"{len(self._residents):,} sets are in use, of {self.nbytes:,} bytes", [size for _, size in free]
         if not self._free_numbers:
             raise ArenaFullError(
-                f"the arena is full: {sets}, and it was made for no more of them. Make it for more sets"
+                f"the arena is full: {sets}, and it was made for no more of them: at most {MOST_SETS:,}. Make it for "
+                "more sets, or serve the others by another server"
             )
         raise ArenaFullError(
             f"the arena is full: the set takes {nbytes:,} bytes, {nbytes - max(sizes, default=0):,} more than are free "

@@ -70,7 +70,7 @@ class Beams:
         self.cache = cache if heads_first else cache.transpose(1, 2)
         blocks = torch.randperm(GIVEN, generator=torch.Generator().manual_seed(1)).int().view(len(LENGTHS), -1)
         tables = SimpleNamespace(block_sizes=[BLOCK], block_tables=[SimpleNamespace(gpu=blocks.to(DEVICE))])
-        cache_config = SimpleNamespace(num_blocks=GIVEN + OURS)
+        cache_config = SimpleNamespace(num_blocks=GIVEN + OURS, kv_cache_groups=[SimpleNamespace(kv_cache_spec=None)])
         runner = SimpleNamespace(block_tables=tables, kv_cache_config=cache_config, device=torch.device(DEVICE))
         runner.model_state = SimpleNamespace(rope_state=None)
         self.seen = []

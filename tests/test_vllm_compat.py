@@ -8,6 +8,7 @@ import importlib
 import inspect
 import json
 import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,11 +25,13 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.renderers.registry import renderer_from_config
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer, SlowIncrementalDetokenizer
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
@@ -264,12 +267,18 @@ def test_caches_that_beams_cannot_share():
     sizes = {"block_size": 16, "num_kv_heads": 2, "head_size": 8, "dtype": torch.float32}
     full, sliding = FullAttentionSpec(**sizes), SlidingWindowSpec(**sizes, sliding_window=64)
     for specs in ([full], [full, sliding, sliding], [sliding], [FullAttentionSpec(**sizes, sliding_window=64)]):
-        assert lists._of_attention(specs)
-    others = [MLAAttentionSpec(**sizes), ChunkedLocalAttentionSpec(**sizes, attention_chunk_size=64)]
+        assert lists._known(specs)
+    of_states = {"block_size": 256, "page_size_padded": full.page_size_bytes, "dtypes": (torch.float32,) * 2}
+    state = MambaSpec(**of_states, shapes=((3, 8), (2, 4, 4)))
+    assert lists._known([state, full])
+    assert not lists._known([state])
+    others = [MambaSpec(**of_states, shapes=((3, 8),)), replace(state, mamba_type=MambaAttentionBackendEnum.MAMBA1)]
+    others += [replace(state, page_size_padded=2 * full.page_size_bytes)]
+    others += [MLAAttentionSpec(**sizes), ChunkedLocalAttentionSpec(**sizes, attention_chunk_size=64)]
     others += [FullAttentionSpec(**sizes, attention_chunk_size=64), FullAttentionSpec(**sizes | {"block_size": 32})]
     for other in others:
-        assert not lists._of_attention([full, other])
-    assert not lists._of_attention([])
+        assert not lists._known([full, other])
+    assert not lists._known([])
 
 
 OF_XGRAMMAR = {"structured_outputs_config": {"backend": "xgrammar"}}

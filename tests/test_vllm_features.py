@@ -16,8 +16,8 @@ import itemset
 ROOT = TESTS.parent
 FEATURES = {
     "lists": [
-        "core/lists", "worker/beam_attention", "worker/beam_forward", "worker/beam_kv", "worker/list_graphs",
-        "worker/list_hooks", "worker/lists", "worker/passes", "worker/triton_attention",
+        "core/lists", "worker/beam_attention", "worker/beam_forward", "worker/beam_kv", "worker/beam_states",
+        "worker/list_graphs", "worker/list_hooks", "worker/lists", "worker/passes", "worker/triton_attention",
     ],
     "thoughts": ["core/thoughts"],
     "weights": ["worker/weights"],

@@ -50,9 +50,9 @@ def _initialize_kv_caches(original: Callable[..., Any], self: Any, vllm_config: 
 def _tried(workers: Callable[..., list[Any]], cache: Any, vllm_config: Any) -> Room | str:
     """Return what room lists get of the KVCacheConfig once all workers have tried it, or why none are made."""
     specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
-    if not _of_attention(specs):
-        return "the KV cache is not one of attention alone"
-    block = entries_of_block(specs[0], vllm_config.model_config.dtype)
+    if not _known(specs):
+        return "the KV cache holds what beams cannot share"
+    block = min(entries_of_block(spec, vllm_config.model_config.dtype) for spec in specs)
     each = min(LONGEST, max(workers(longest_item)) or USUAL)  # tokens
     context = sum(-(-spec.max_memory_usage_bytes(vllm_config) // spec.page_size_bytes) for spec in specs)
     most = StaticConfig.of(vllm_config.additional_config).ranked_list_beams
@@ -71,13 +71,18 @@ def _tried(workers: Callable[..., list[Any]], cache: Any, vllm_config: Any) -> R
     return Room(blocks, beams, tokens)
 
 
-def _of_attention(specs: list[Any]) -> bool:
-    """Return whether the groups of a KV cache are of attention to all tokens or in a window, with blocks alike."""
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+def _known(specs: list[Any]) -> bool:
+    """Return whether the groups of a KV cache are of attention to all tokens or in a window, with blocks alike, and
+    maybe of states of Mamba 2 or of the gated delta rule."""
+    from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum as Kind
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
-    known = all(type(one) in (FullAttentionSpec, SlidingWindowSpec) for one in specs)
-    alike = len({(one.block_size, one.page_size_bytes) for one in specs}) == 1
-    return known and alike and not any(getattr(one, "attention_chunk_size", None) for one in specs)
+    states = [one for one in specs if type(one) is MambaSpec and one.mamba_type in (Kind.MAMBA2, Kind.GDN_ATTN)]
+    others = [one for one in specs if one not in states]
+    known = all(type(one) in (FullAttentionSpec, SlidingWindowSpec) for one in others)
+    known &= all(len(one.shapes) == 2 for one in states)  # of a convolution, and the states
+    alike = len({one.page_size_bytes for one in specs}) == len({one.block_size for one in others}) == 1
+    return known and alike and not any(getattr(one, "attention_chunk_size", None) for one in others)
 
 
 @hook("vllm.v1.core.sched.scheduler:Scheduler.update_from_output", order=-1)

@@ -14,10 +14,11 @@ from torch import Tensor
 from vllm import envs
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.platforms import current_platform
 
 from itemset.serving.config import StaticConfig
-from vllm_static.worker.beam_kv import BeamMetadata
+from vllm_static.worker.beam_kv import BeamMetadata, memory_of
 
 SEGMENTS = 8  # in which programs of Triton's kernel go through a prompt, if there are few queries
 MANY = 1 << 13  # queries times heads: this many fill a GPU with programs as they are
@@ -65,6 +66,7 @@ def _untried(runner: Any, impls: list[Any]) -> str | None:
         "FlashInfer": any(type(impl).__name__ == "FlashInferImpl" for impl in impls),
         "sliding windows": any(map(window_of, impls)),
         "attention sinks": any(impl.sinks is not None for impl in impls),
+        "layers with states": len(impls) < len(layer_groups(runner)),
     }
     if StaticConfig.of(runner.vllm_config.additional_config).ranked_list_beams is not None:
         return None
@@ -77,11 +79,10 @@ def layer_groups(runner: Any) -> dict[str, int]:
     return {name: i for i, group in groups for each in group for name in each.layer_names}
 
 
-def layers_of(runner: Any) -> dict[str, Any]:
-    layers: dict[str, Any] = get_layers_from_vllm_config(
-        runner.vllm_config, AttentionLayerBase, list(layer_groups(runner))
-    )
-    return layers
+def layers_of(runner: Any, *, states: bool = False) -> dict[str, Any]:
+    """Return the layers with keys and values, or those with states."""
+    layers = get_layers_from_vllm_config(runner.vllm_config, AttentionLayerBase, list(layer_groups(runner)))
+    return {name: layer for name, layer in layers.items() if isinstance(layer, MambaBase) is states}
 
 
 def window_of(impl: Any) -> int:
@@ -194,12 +195,10 @@ def add_own(
 def own_entries(kv_cache: Tensor, first_block: int, dtype: torch.dtype) -> Tensor:
     """Return the memory of a layer's last blocks as entries of beams: [entries, KV heads, 2 x size] of the model's
     dtype, of which blocks of 8 bits hold half as many. Raises NotImplementedError if a block's memory is not dense."""
-    blocks, kv_heads, tokens, both = kv_cache.shape
+    _, kv_heads, tokens, both = kv_cache.shape
     if kv_cache.stride(0) != kv_heads * tokens * both:
         raise NotImplementedError(f"a KV cache with strides of {kv_cache.stride()}")
-    offset = kv_cache.storage_offset() + first_block * kv_cache.stride(0)
-    memory = kv_cache.as_strided(((blocks - first_block) * kv_heads * tokens * both,), (1,), offset)
-    return memory.view(dtype).view(-1, kv_heads, both)
+    return memory_of(kv_cache, first_block, dtype).view(-1, kv_heads, both)
 
 
 def _by_flash(layer: Any, query: Tensor, kv_cache: Tensor, beams: BeamMetadata, output: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from itemset.serving.wire import MOST_LOGITS
 from vllm_static.compat import logger
-from vllm_static.worker import beam_attention
+from vllm_static.worker import beam_attention, beam_states
 from vllm_static.worker.beam_kv import BeamKV, BeamMetadata, Prompt
 from vllm_static.worker.step_share import Piece, Pieces
 
@@ -33,7 +33,7 @@ def try_out(runner: Any, first_block: int) -> str | None:
     if type(runner.model_state).prepare_inputs is not DefaultModelState.prepare_inputs:
         return "the model has inputs of its own"
     try:
-        if reason := beam_attention.install(runner):
+        if reason := beam_attention.install(runner) or beam_states.install(runner):
             return reason
         with torch.inference_mode():
             kv = BeamKV(runner, [Prompt("", 0, 1)], first_block)
@@ -99,7 +99,7 @@ def states_after(runner: Any, kv: BeamKV, tokens: Tensor) -> Pieces:
     kv: forked as the rows are. tokens: [rows, more] integers, prompt by prompt.
     """
     (rows, more), requests = tokens.shape, [one.request for one in kv.prompts]
-    most = runner.input_buffers.max_num_tokens // more
+    most = min(kv.most_rows, runner.input_buffers.max_num_tokens // more)
     adapters = np.repeat([one.slot for one in kv.prompts], rows // len(kv.prompts))
     outputs, start = list[Tensor](), 0
     while start < rows:

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from vllm_static import compat
 
+STATE_ROWS = 1 << 10  # of a pass of layers with states, which copy what the rows' own tokens have left
+
 
 class Room(NamedTuple):
     """The memory that a worker keeps for lists."""
@@ -25,9 +27,37 @@ class Room(NamedTuple):
 
 
 def entries_of_block(kv_cache_spec: Any, dtype: torch.dtype) -> int:
-    """Return for how many beams' tokens a block has room. dtype: the model's, of which they are in any cache."""
-    entries: int = kv_cache_spec.block_size * kv_cache_spec.dtype.itemsize // dtype.itemsize
+    """Return for how many beams' tokens a block has room. dtype: the model's, of which keys and values are in any
+    cache; what tokens leave in layers with states is float32."""
+    if has_states(kv_cache_spec):
+        entries: int = kv_cache_spec.page_size_bytes // (4 * sum(entry_parts(kv_cache_spec.shapes)))
+    else:
+        entries = kv_cache_spec.block_size * kv_cache_spec.dtype.itemsize // dtype.itemsize
     return entries
+
+
+def has_states(kv_cache_spec: Any) -> bool:
+    """Return whether layers keep states in a block, in place of keys and values."""
+    return hasattr(kv_cache_spec, "shapes")
+
+
+def entry_parts(shapes: Sequence[tuple[int, ...]]) -> list[int]:
+    """Return how many numbers a token leaves in a layer with states: channels of the convolution, keys, values, heads.
+    shapes: of a layer's states, the convolution's and [heads, size, any]. Queries are as many as keys."""
+    channels, (heads, size, _) = max(shapes[0]), shapes[1]
+    return [channels, (channels - heads * size) // 2, heads * size, heads]
+
+
+def memory_of(cache: Tensor, first_block: int, dtype: torch.dtype) -> Tensor:
+    """Return the memory of a layer's last blocks, [any]. cache: [blocks, ...], with what a block begins with."""
+    offset, count = first_block * cache.stride(0), (len(cache) - first_block) * cache.stride(0)
+    return cache.as_strided((count,), (1,), cache.storage_offset() + offset).view(dtype)
+
+
+def attention_group(runner: Any) -> int:
+    """Return the first group of the KV cache that has keys and values: its blocks are counted by tokens."""
+    groups = runner.kv_cache_config.kv_cache_groups
+    return next(i for i, group in enumerate(groups) if not has_states(group.kv_cache_spec))
 
 
 class Prompt(NamedTuple):
@@ -48,7 +78,7 @@ class BeamMetadata:
     first_block: int  # of the cache, from which on entries lie
     starts: Tensor  # [prompts + 1] int32, each prompt's first query token, and the end: rows stand prompt by prompt
     lengths: Tensor  # [prompts] int32, its tokens
-    tables: Tensor  # [prompts, blocks] int32, where its KV is in the paged cache
+    tables: Tensor  # [prompts, blocks] int32, where its KV is in the paged cache; of states the one block with its last
     spans: list[tuple[int, int, int]]  # the same on the host, of each prompt: first query, end, tokens
     most_queries: int  # of any prompt, as are the next
     most_keys: int
@@ -95,8 +125,11 @@ class BeamKV:
         layers of several groups share memory, each group has a part of these blocks. recorded: for passes of one prompt
         that a CUDA graph holds: another may take its place, see `move_to`."""
         self.prompts, self.recorded, self._device = prompts, recorded, runner.device
-        block = runner.block_tables.block_sizes[0]
+        block = runner.block_tables.block_sizes[attention_group(runner)]
         self._block_tables = [table.gpu for table in runner.block_tables.block_tables]
+        specs = [group.kv_cache_spec for group in runner.kv_cache_config.kv_cache_groups]
+        self._state_blocks = [spec.block_size if has_states(spec) else 0 for spec in specs]  # tokens, 0 without states
+        self.most_rows = STATE_ROWS if any(self._state_blocks) else 1 << 31  # of a pass
         end = runner.kv_cache_config.num_blocks
         self._first_blocks = range(first_block, end, (end - first_block) // len(self._block_tables))
         self._rope = runner.model_state.rope_state  # of positions in several dimensions, else None
@@ -104,11 +137,19 @@ class BeamKV:
         # Races of a request stand together, and read its prompt once: [prompt, how many stand there]
         self._different = [(one, len(list(equal))) for one, equal in groupby(prompts)]
         self._read = compat.to_device([one.tokens for one, _ in self._different], self._device, np.int32)
-        slots = compat.to_device([one.slot for one, _ in self._different], self._device)
         self._blocks = -(-max(one.tokens for one in prompts) // block)
-        self._tables = [table[slots, : self._blocks] for table in self._block_tables]
+        tables = zip(*(self._blocks_of(one) for one, _ in self._different), strict=True)
+        self._tables = [torch.stack(table) for table in tables]
         self._starts = dict[tuple[int, ...], Tensor]()  # of passes' prompts, as of `BeamMetadata`
         self.restart()
+
+    def _blocks_of(self, prompt: Prompt) -> list[Tensor]:
+        """Return the blocks that passes read of a prompt, of each group: all of KV, and the last one of states."""
+        blocks = list[Tensor]()
+        for table, tokens in zip(self._block_tables, self._state_blocks, strict=True):
+            last = min((prompt.tokens - 1) // tokens, table.shape[1] - 1) if tokens else 0
+            blocks.append(table[prompt.slot, last : last + (1 if tokens else self._blocks)])
+        return blocks
 
     def _position(self, prompt: Prompt) -> int:
         """Return the position of the first token after a prompt. Keys are counted by their places in the cache."""
@@ -122,8 +163,8 @@ class BeamKV:
         """Let what is recorded of these rows come after another prompt, of no more blocks."""
         self._positions.fill_(self._position(prompt))
         self._read.fill_(prompt.tokens)
-        for own, table in zip(self._tables, self._block_tables, strict=True):
-            own.copy_(table[prompt.slot, : self._blocks])
+        for own, blocks in zip(self._tables, self._blocks_of(prompt), strict=True):
+            own.copy_(blocks)
 
     def fork(self, parents: Tensor, known: int) -> None:
         """Let rows go on from these rows of the last pass, or from the prompts.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vllm_static.compat import logger
 from vllm_static.worker.beam_forward import result_of
-from vllm_static.worker.beam_kv import BeamKV, Prompt
+from vllm_static.worker.beam_kv import BeamKV, Prompt, attention_group
 from vllm_static.worker.passes import Asked
 from vllm_static.worker.step_share import Pieces
 
@@ -76,8 +76,9 @@ class ListGraphs:
 
     def _blocks(self, one: Asked) -> int:
         """Return the blocks of a prompt's bucket: a power of 2."""
-        block = self._runner.block_tables.block_sizes[0]
-        most: int = self._runner.block_tables.block_tables[0].gpu.shape[1]
+        tables, group = self._runner.block_tables, attention_group(self._runner)
+        block = tables.block_sizes[group]
+        most: int = tables.block_tables[group].gpu.shape[1]
         blocks = -(-one.prompt.tokens // block)
         return min(most, 1 << int(blocks - 1).bit_length())
 
@@ -121,7 +122,7 @@ class ListGraphs:
     def _record_as(self, kind: Any, one: Asked, make: Any, of: tuple[Any, ...]) -> Tensor:
         """Return a list's table, made pass by pass, and record these passes for the next list of its kind."""
         states, device = one.states.clone(), self._runner.device
-        block = self._runner.block_tables.block_sizes[0]
+        block = self._runner.block_tables.block_sizes[attention_group(self._runner)]
         prompt = Prompt(one.prompt.request, one.prompt.slot, self._blocks(one) * block)  # as long as the bucket
         kv = BeamKV(self._runner, [prompt], self._first_block, recorded=True)
         again = one._replace(states=states, prompt=prompt)

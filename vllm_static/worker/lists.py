@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from vllm.distributed import get_tp_group
-from vllm.v1.kv_cache_interface import SlidingWindowSpec
+from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 
 from itemset.ranking.beams import Beams, warm_up
 from itemset.ranking.lockstep import Lockstep, rows_of_passes
@@ -58,13 +58,14 @@ class WideLists:
         self._runner, self._room = runner, room
         self._first_block = runner.kv_cache_config.num_blocks - room.blocks
         specs = [group.kv_cache_spec for group in runner.kv_cache_config.kv_cache_groups]
-        self._entries = room.blocks and room.blocks // len(specs) * entries_of_block(specs[0], runner.dtype)
+        of_blocks = [entries_of_block(spec, runner.dtype) for spec in specs if room.blocks]
+        self._entries = room.blocks // len(specs) * min(of_blocks, default=0)
         layers = [*layers_of(runner).values()] if room.blocks else []
         self._window = min(filter(None, (window_of(layer.impl) for layer in layers)), default=1 << 31)
         each = [2 * layer.impl.num_kv_heads * layer.impl.head_size * layer.kv_cache.element_size() for layer in layers]
         windows = [window_of(layer.impl) * size for layer, size in zip(layers, each, strict=True)]
         self._copied = max(windows, default=0)  # bytes of a prompt, before a pass
-        self._freed = any(isinstance(spec, SlidingWindowSpec) for spec in specs)
+        self._passing = any(isinstance(spec, SlidingWindowSpec | MambaSpec) for spec in specs)  # the next step's
         self._sets: ItemSetProcessor = compat.item_sets(runner)
         config = StaticConfig.of(runner.vllm_config.additional_config)
         given, ranks = config.max_list_rows_per_step, get_tp_group()
@@ -155,7 +156,7 @@ class WideLists:
         groups = self._grouped([each for one in lists for each in one.apart])
         self._making += [Making(group, self._tokens(group), self._pieces_of(group)) for group in groups]
         others = bool(set(batch.idx_mapping_np.tolist()) - self.begun.keys() - asked)
-        whole = self._freed or self._is_last_step(batch)
+        whole = self._passing or self._is_last_step(batch)
         self.share.step(others=others)
         if self._making and (not others or not self.share.timed or whole):
             with kept_for_drafts(self._runner):

@@ -7,9 +7,9 @@ bash benchmarks/gpu.sh --again engine --seconds 240             one step, whethe
 python benchmarks/gpu_pack_sglang.py                            here: makes .gpu-sglang/, for step `sglang` alone
 bash benchmarks/gpu.sh --only facts sglang_unpack sglang        there: SGLang, in some four minutes
 
-A machine needs Python, torch, Triton, transformers, NumPy, Numba and PyArrow, and no network; steps `engine`, `fp8` and
-`windows` and the peers of `cells` also need .gpu/, `sglang` needs .gpu-sglang/. A step is done if a file of
-docs/benchmarks/gpu*.json, or of --done, has rows of it by the same kernels. Each step is a process group with its own
+A machine needs Python, torch, Triton, transformers, NumPy, Numba and PyArrow, and no network; steps `engine`, `fp8`,
+`windows`, `states` and the peers of `cells` also need .gpu/, `sglang` needs .gpu-sglang/. A step is done if a file
+of docs/benchmarks/gpu*.json, or of --done, has rows of it by the same kernels. Each step is a process group with its own
 limit, and is ended as one. Each row is written, and synced, at once: into FILE, and as a line into FILE with the ending
 .jsonl; what steps say goes into .log. A number that differs, or an error, is a row. The exit status is 1 if a step
 failed or found a difference, 2 without a GPU.
@@ -44,10 +44,10 @@ LIMITS = {  # seconds of each step, the most valuable first: together less than 
     "facts": 20, "smoke": 45, "unpack": 80, "engine": 175, "fp8": 120, "cells": 50, "rounds": 40, "large": 40,
     "sampled": 25, "checks": 120, "memcheck": 50, "initcheck": 40, "ncu": 30,
 }  # fmt: skip
-LATER = {"windows": 120}  # of another call: all together take longer than a machine is there
+LATER = {"windows": 120, "states": 150}  # of another call: all together take longer than a machine is there
 SGLANG = {"sglang_unpack": 80, "sglang": 200}  # of a call of their own, that carries the other pack
 LIMITS |= LATER | SGLANG
-ENGINES = {"engine": "measure", "fp8": "measure_fp8", "windows": "measure_windows"}
+ENGINES = {"engine": "measure", "fp8": "measure_fp8", "windows": "measure_windows", "states": "measure_states"}
 NEEDS_PACK = ("smoke", "unpack", *ENGINES, "memcheck", "initcheck")
 INTERPRETED = ("smoke", "cells", "rounds")
 STARTED = 5  # seconds that a step is given beyond what is left

@@ -4,6 +4,7 @@ python benchmarks/gpu_engine.py unpack PACK     make it importable, with .pyc fi
 python benchmarks/gpu_engine.py measure         one engine with Qwen3-1.7B's shape and random weights: a row a way
 python benchmarks/gpu_engine.py measure_fp8     the same engine's lists with a KV cache of 8 bits
 python benchmarks/gpu_engine.py measure_windows and those of layers with windows beside full ones, all with sinks
+python benchmarks/gpu_engine.py measure_states  and those of layers with states beside full attention
 
 `gpu.py` runs both, with the environment of `environment`. A row is a line of JSON. STATIC_GPU_HOME names another
 folder, and STATIC_GPU_TINY=1 makes all of it small, for a vLLM that is installed on a CPU.
@@ -190,6 +191,23 @@ def measure_windows() -> None:
     kinds = ["sliding_attention", "full_attention"] * (SIZE.model[2] // 2)
     windows = {"layer_types": kinds, "sliding_window": 16 if TINY else 128, "use_sliding_window": True}
     _beside_rounds(_started(hf_overrides={"architectures": ["MistralForCausalLM"], **windows}))
+
+
+def measure_states() -> None:
+    """Measure a shape like Qwen3.5's: three layers of the gated delta rule beside one of attention."""
+    from transformers import Qwen3NextConfig
+
+    hidden, inner, layers, heads, kv_heads, head = SIZE.model
+    folder, own = HOME / "states", 64 if TINY else 128  # of the rule's keys and values
+    kinds = (["linear_attention"] * 3 + ["full_attention"]) * max(layers // 4, 1)
+    Qwen3NextConfig(
+        vocab_size=SIZE.vocabulary, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=len(kinds),
+        num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head, layer_types=kinds, num_experts=2,
+        num_experts_per_tok=2, moe_intermediate_size=inner // 2, shared_expert_intermediate_size=inner // 2,
+        linear_num_key_heads=heads, linear_num_value_heads=2 * heads, linear_key_head_dim=own,
+        linear_value_head_dim=own, eos_token_id=1, architectures=["Qwen3NextForCausalLM"], dtype="bfloat16", max_position_embeddings=4_096,
+    ).save_pretrained(folder)  # fmt: skip
+    _beside_rounds(_started(hf_config_path=str(folder), dtype="bfloat16", enable_prefix_caching=False))
 
 
 def _beside_rounds(llm: Any) -> None:
@@ -535,6 +553,7 @@ ACTIONS: dict[str, Callable[[], Any]] = {
     "measure": measure,
     "measure_fp8": measure_fp8,
     "measure_windows": measure_windows,
+    "measure_states": measure_states,
 }
 
 if __name__ == "__main__":

@@ -191,6 +191,10 @@ def test_the_engine_step_measures_every_way(tmp_path: Path) -> None:
     assert trials["items of a list"] == trials["as its passes"] == 4
     assert trials["largest difference of scores"] < 1e-3  # whose items are others: these weights make all alike
     assert (lists["items"], lists["distinct"], lists["passes inside a step"] > 0) == (4, 4, True)
+    states = subprocess.run([sys.executable, script, "measure_states"], capture_output=True, text=True, env=given)
+    rows = [json.loads(line) for line in states.stdout.splitlines() if line.startswith('{"way"')]
+    assert [row["way"] for row in rows] == ["start", "list", "rounds"], states.stderr[-3000:]
+    assert (rows[1]["items"], rows[1]["passes inside a step"] > 0, rows[2]["in common with rounds"]) == (4, True, 1)
 
 
 def test_an_engine_that_ends_says_why_and_the_next_one_is_tried(tmp_path: Path) -> None:

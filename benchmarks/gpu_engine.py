@@ -205,7 +205,8 @@ def measure_states() -> None:
         num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head, layer_types=kinds, num_experts=2,
         num_experts_per_tok=2, moe_intermediate_size=inner // 2, shared_expert_intermediate_size=inner // 2,
         linear_num_key_heads=heads, linear_num_value_heads=2 * heads, linear_key_head_dim=own,
-        linear_value_head_dim=own, eos_token_id=1, architectures=["Qwen3NextForCausalLM"], dtype="bfloat16", max_position_embeddings=4_096,
+        linear_value_head_dim=own, eos_token_id=1,
+        architectures=["Qwen3NextForCausalLM"], dtype="bfloat16", max_position_embeddings=4_096,
     ).save_pretrained(folder)  # fmt: skip
     _beside_rounds(_started(hf_config_path=str(folder), dtype="bfloat16", enable_prefix_caching=False))
 

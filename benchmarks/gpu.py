@@ -8,9 +8,9 @@ python benchmarks/gpu_pack_sglang.py                            here: makes .gpu
 bash benchmarks/gpu.sh --only facts sglang_unpack sglang        there: SGLang, in some four minutes
 
 A machine needs Python, torch, Triton, transformers, NumPy, Numba and PyArrow, and no network; steps `engine`, `fp8`,
-`windows`, `states` and the peers of `cells` also need .gpu/, `sglang` needs .gpu-sglang/. A step is done if a file
-of docs/benchmarks/gpu*.json, or of --done, has rows of it by the same kernels. Each step is a process group with its
-own limit, and is ended as one. Each row is written, and synced, at once: into FILE, and as a line into FILE with the ending
+`windows`, `states` and the peers of `cells` also need .gpu/, `sglang` needs .gpu-sglang/. A step is done if a file of
+docs/benchmarks/gpu*.json, or of --done, has rows of it by the same kernels. Each step is a process group with its own
+limit, and is ended as one. Each row is written, and synced, at once: into FILE, and as a line into FILE with the ending
 .jsonl; what steps say goes into .log. A number that differs, or an error, is a row. The exit status is 1 if a step
 failed or found a difference, 2 without a GPU.
 

@@ -5,20 +5,22 @@ one address, and one call serves rows of different sets.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from itemset.item_set import ItemSet, build
-from itemset.masking.batch import DEAD_COUNT, DEAD_LIST, READY, ROW, STOP_COUNT, STOPS, table_row
+from itemset.masking.batch import READY, STOP_COUNT, STOPS, table_row
 from itemset.masking.bitmask import fill_bitmask_of
 from itemset.masking.cpu_kernels import children_from, next_state
 from itemset.trie.levels import WIDE
+from itemset.trie.numbering import numbers_of
 from itemset.trie.pointers import array_at, compiled, load64, pointers_at
-from itemset.trie.tables import TERMINAL
-from itemset.trie.view import leave_out
-from itemset.trie.walk import DEAD, END, FREE, NO_TOKEN, TAIL, WAITING, advance, find_edge, follow, is_terminal
+from itemset.trie.rows import as_rows
+from itemset.trie.view import dead_of
+from itemset.trie.walk import DEAD, END, FREE, NO_TOKEN, TAIL, WAITING, advance, is_terminal
 
 
 class Walk:
@@ -30,14 +32,17 @@ class Walk:
     def __init__(self, item_set: ItemSet, stop_token_ids: Iterable[int] = ()) -> None:
         stops = np.array(sorted(stop_token_ids), np.int64)
         row = table_row(item_set, stops)
-        self._kept = item_set, stops, item_set.trie.tables.dead, row  # as long as compiled code may read there
+        self._kept = item_set, stops, item_set.trie.tables, row  # as long as compiled code may read there
         self._address: int = row.ctypes.data
 
     def _begin_without(self, other: "Walk", tokens: Sequence[int]) -> None:
-        """Begin as the other one without one of its items: in a fraction of the time."""
-        item_set, stops, *_ = other._kept
-        dead, row, self._address = _without(other._address, np.array(tokens, np.int64))
-        self._kept = item_set, stops, dead, row
+        """Begin as the other one without one of its items."""
+        item_set, stops, tables, row = other._kept
+        whole, row = item_set.whole.trie.tables, row.copy()
+        number = numbers_of(tables, whole, as_rows([tokens]))
+        tables = replace(tables, dead=dead_of(tables, whole, number))
+        row[:READY] = tables.pointers
+        self._kept, self._address = (item_set, stops, tables, row), row.ctypes.data
 
     def step(self, state: int, token: int) -> int:
         """Return the state after one more token, DEAD if it is not allowed."""
@@ -175,26 +180,6 @@ def _step(address: int, state: int, token: int) -> Any:
 @compiled
 def _ends(address: int, state: int) -> Any:
     return is_terminal(pointers_at(address), state)
-
-
-@compiled
-def _without(address: int, item: Any) -> Any:
-    """Return `Tables.dead` without this item, a row of `table_row` with it, and the row's address."""
-    tables = pointers_at(address)
-    path, state, depth = np.empty((len(item) + 1, 2), np.int64), np.int64(0), 0
-    for token in item:
-        if state >= TAIL:
-            break
-        edge = find_edge(tables, state, token)
-        path[depth, 0], path[depth, 1] = state, edge
-        state, depth = follow(tables, edge), depth + 1
-    if state < WAITING:
-        path[depth, 0], path[depth, 1] = state, np.int64(TERMINAL) + state
-        depth += 1
-    dead = leave_out(tables, path, depth)
-    row = array_at(address, ROW, np.int64).copy()
-    row[DEAD_LIST], row[DEAD_COUNT] = dead.ctypes.data, len(dead)
-    return dead, row, row.ctypes.data
 
 
 @compiled

@@ -10,7 +10,7 @@ from itemset.trie.numbering import last_edge, node_of, nth_edge, own_entry
 from itemset.trie.pointers import bit, compiled, first_edge, load32, store32
 from itemset.trie.tables import TERMINAL, Tables
 from itemset.trie.targets import is_leaf
-from itemset.trie.walk import first_dead, is_alive, is_terminal
+from itemset.trie.walk import is_alive, is_terminal
 
 
 def bits_of(tables: Tables, lives: NDArray[np.bool_]) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
@@ -116,19 +116,3 @@ def _has_more(tables, node, entries):  # type: ignore[no-untyped-def]
             break
         left += is_alive(tables, edge)
     return left > 0
-
-
-@compiled
-def leave_out(tables, path, depth):  # type: ignore[no-untyped-def]
-    """Do `dead_of` for a single item, in microseconds. Reads neither labels nor targets.
-
-    path: [depth or more, 2] int64, the nodes that lead to the item, root first, and the entry of `dead` in each row.
-    """
-    for level in range(depth - 1, -1, -1):
-        node, entry = path[level, 0], path[level, 1]
-        if _has_more(tables, node, 1):
-            break
-    at, dead = first_dead(tables, entry), np.empty(tables.dead_count + 1, np.uint32)
-    for i in range(len(dead)):  # slices take seconds to compile: Numba has a message for other lengths
-        dead[i] = entry if i == at else load32(tables.dead, i - (i > at))
-    return dead

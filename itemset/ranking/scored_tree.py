@@ -42,28 +42,6 @@ probability zero omitted. run, length: its certain tokens, in `runs`."""
 RUN = np.dtype([("token", "i8"), ("mass", "f8")])  # a certain token, and how much it adds to the mass
 
 
-class _Growing:
-    """An array of records that grows at its end. rows: those that there are."""
-
-    def __init__(self, first: NDArray[Any]) -> None:
-        self._all, self.rows = first, first
-
-    def more(self, count: int) -> NDArray[Any]:
-        """Return `count` new rows, to be filled in."""
-        old, size = len(self.rows), len(self.rows) + count
-        if size > len(self._all):
-            room = np.empty(max(size, 2 * len(self._all)), self._all.dtype)
-            room[:old] = self.rows
-            self._all = room
-        self.rows = self._all[:size]
-        return self.rows[old:]
-
-    def keep(self, first: int, rows: NDArray[np.int64]) -> None:
-        """Omit the rows from `first` on but for these."""
-        self._all[first : first + len(rows)] = self._all[rows]
-        self.rows = self._all[: first + len(rows)]
-
-
 class ScoredTree:
     """The tree of one prompt: `ask` gives the passes that score some nodes, `take` their answers.
 
@@ -86,8 +64,8 @@ class ScoredTree:
         self._end = -1 if end_token is None else end_token
         self._renormalised, self._forced = renormalised, forced
         root = self.boost * item_set.most_boost if self.boost else 0.0
-        self._nodes = _Growing(np.array([(root, SELF, 0, -1, UNSCORED)], NODE))
-        self._expansions, self._runs = _Growing(np.zeros(1, EXPANSION)), _Growing(np.zeros(0, RUN))
+        self.nodes: NDArray[Any] = np.array([(root, SELF, 0, -1, UNSCORED)], NODE)
+        self._expansions, self._runs = np.zeros(1, EXPANSION), np.zeros(0, RUN)
         self._prefixes: list[tuple[int, ...]] = [()]  # the tokens of each expansion
         # Of the passes that were asked for: the nodes; the edges to the children of all, side by side, of each the
         # last may be SELF; and how many.
@@ -96,14 +74,9 @@ class ScoredTree:
         self._ones: list[Pass] = []
 
     @property
-    def nodes(self) -> NDArray[Any]:
-        """Return the nodes, [nodes] NODE."""
-        return self._nodes.rows
-
-    @property
     def arrays(self) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
         """Nodes, expansions and runs, for compiled code."""
-        return self._nodes.rows, self._expansions.rows, self._runs.rows
+        return self.nodes, self._expansions, self._runs
 
     def ask(self, nodes: Sequence[int] | NDArray[np.int64]) -> list[Pass]:
         """Return the passes that score these nodes, prefixes that are not scored."""
@@ -129,21 +102,21 @@ class ScoredTree:
         if self._end < 0:
             logs, of_edges = np.zeros(len(edges)), logs
             logs[edges != SELF] = of_edges
-        own, first = len(self._expansions.rows), len(self.nodes)
-        expansions = self._expansions.more(len(nodes))
+        own, first, expansions = len(self._expansions), len(self.nodes), np.empty(len(nodes), EXPANSION)
         expansions["mass"] = self.nodes["mass"][nodes] + self._add_runs(expansions, answers)
         masses = np.repeat(expansions["mass"], counts) + logs
         if self.boost or self.length:
             masses = self._steered(nodes, expansions["mass"] - self.nodes["mass"][nodes], logs)
-        new = self._nodes.more(int(np.count_nonzero(masses > above)))
+        new = np.empty(int(np.count_nonzero(masses > above)), NODE)
         rule = self._end, self._renormalised
         _add_children(self._tables.pointers, (own, first), expansions, masses, edges, counts, above, rule, new)
         self.nodes["expansion"][nodes] = np.arange(own, own + len(nodes))
+        self.nodes, self._expansions = np.append(self.nodes, new), np.append(self._expansions, expansions)
         self._prefixes += [one.tokens for one in self._ones]
 
     def keep(self, first: int, nodes: NDArray[np.int64]) -> None:
         """Omit the nodes from `first` on but for these, which now stand there in this order."""
-        self._nodes.keep(first, nodes)
+        self.nodes = np.append(self.nodes[:first], self.nodes[nodes])
 
     def items(self, nodes: NDArray[Any]) -> list[tuple[tuple[int, ...], float]]:
         """Return the tokens of some items, [items] NODE, without the end token, and their log-probabilities."""
@@ -205,10 +178,11 @@ class ScoredTree:
     def _add_runs(self, expansions: NDArray[Any], answers: Sequence[Answer]) -> NDArray[np.float64]:
         """Add the certain tokens of some expansions; return what those of each add to its mass."""
         lengths = [len(run) for run, _ in answers]
-        new, ends = self._runs.more(sum(lengths)), np.cumsum(lengths)
+        new, ends = np.empty(sum(lengths), RUN), np.cumsum(lengths)
         new["token"] = [token for one in self._ones for token in one.tokens[one.known :]]
         new["mass"] = masses = self._power * np.concatenate([run for run, _ in answers], dtype=np.float64)
-        expansions["run"], expansions["length"] = len(self._runs.rows) - len(new) + ends - lengths, lengths
+        expansions["run"], expansions["length"] = len(self._runs) + ends - lengths, lengths
+        self._runs = np.append(self._runs, new)
         return np.array([masses[end - n : end].sum() for end, n in zip(ends.tolist(), lengths, strict=True)])
 
 

@@ -100,6 +100,26 @@ def test_after_the_end_come_stop_tokens_alone(engine):
         CASES[name][2](tokenizer.decode(answer.tokens[:end]), answer.said["items"])
 
 
+def test_answers_that_are_no_json_name_their_items(engine):
+    """A pattern may let in what no JSON string has; such an answer is one of many in the engine's loop."""
+    film = {"type": "string", "item_set": "titles"}
+    odd = {
+        "type": "object",
+        "patternProperties": {r"^\\q$": {"type": "boolean"}},
+        "minProperties": 1,
+        "maxProperties": 1,
+    }
+    properties = {"m": odd | {"additionalProperties": False}, "film": film}
+    schema = {"type": "object", "properties": properties, "required": ["m", "film"], "additionalProperties": False}
+    answers = engine.ask(["p"] * 4, [{"json": schema, "max_tokens": 150, "temperature": 1}] * 4)
+    ended = [answer for answer in answers if answer.finish == "stop"]
+    assert ended
+    for answer in ended:
+        assert r'"\q"' in answer.text
+        (item,) = answer.said["items"]
+        assert (item["path"], item["text"] in TITLES) == ("$.film", True)
+
+
 def test_very_many_texts_become_sets(engine, drafting):
     """In the tokens that the tokenizer gives each of them, where xgrammar would allow any others."""
     tokenizer, texts = tiny_tokenizer(), [f"{title}, Québec {i}" for i in range(40) for title in TITLES[:3]]

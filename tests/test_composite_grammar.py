@@ -717,6 +717,31 @@ def test_an_array_of_no_items() -> None:
     assert [place.path for place in found.holes] == ["$.properties.b"]
 
 
+def test_patterns_with_counts() -> None:
+    """xgrammar's cache of rules fails for many of them, and without it a pattern takes the square of its counts."""
+    at = setting("tiny")
+    for pattern in ("^[a-z]{0,200}$", "^[a-z]{1900,}$"):
+        found = marked("schema", object_of(film=FILM, why={"type": "string", "pattern": pattern}))
+        assert at.vocabulary.compile(found.ebnf(at.vocabulary.first)) is not None
+    for pattern in ("^[a-z]{0,2001}$", "^[a-z]{1001}[0-9]{1000,}$", "^([a-z]{0,50}){0,41}$"):
+        given = {"type": "sequence", "elements": [{"type": "regex", "pattern": pattern}, OF_TAG]}
+        schema = object_of(film=FILM, why={"type": "string", "pattern": pattern})
+        for kind, one in (("schema", schema), ("tag", {"type": "structural_tag", "format": given})):
+            with pytest.raises(ItemSetError, match="patterns of the constraint repeat something 2,0"):
+                marked(kind, one)
+
+
+def test_what_is_kept_of_an_answer_grows_with_its_length() -> None:
+    """Each token's readings share the items before."""
+    at = setting("tiny")
+    composite, _ = at.made("ebnf", 'root ::= (ItemSet("few") ";")*')
+    tokens = at.tokenizer.encode("Up;Upside;" * 200, add_special_tokens=False)
+    assert composite.read(tokens) == len(tokens)
+    assert len(composite.found) == 400
+    readings = [one for threads in composite._history for one in threads]
+    assert sum(len(one.found or ()) for one in readings) <= 2 * len(readings)
+
+
 def test_quotes_in_patterns_of_grammars() -> None:
     assert len(marked("lark", r'start: /"/ ItemSet("films") /[^"\/]/ "//" ItemSet("people")').holes) == 2
 

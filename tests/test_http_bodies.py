@@ -73,10 +73,13 @@ def test_a_model_s_name_may_ask_for_a_thought_before_the_list():
         (rb'{"\ud800": "x", "k\"', {12: '$["\\ud800"]'}),  # half of a pair, and a key that is cut
         (b'{"a": "' + rb"\"" * 100_000, {7: "$.a"}),  # in linear time
         (b'"', {1: "$"}),
+        (rb'{"m": {"\q": 1}, "film": "A"}', {13: '$.m["\\\\q"]', 26: "$.film"}),  # no JSON, which a pattern may let in
+        (b'{"p": "x"{}} "k" ", "film": "A"}', {7: "$.p"}),
     ],
 )
 def test_where_values_stand_in_json(text, paths):
-    assert json_paths(text) == paths
+    assert json_paths(text, range(len(text) + 1)) == paths
+    assert json_paths(text, [*paths][-1:]) == dict([[*paths.items()][-1]])
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages", "/health"])

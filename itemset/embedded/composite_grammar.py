@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from itemset.embedded.holes import Hole, Items, Vocabulary
 from itemset.trie.walk import DEAD, END
 
-THREADS = 32
+THREADS = 8
 """Readings that are kept: items without a border between them could have ever more. To drop some lets no token in."""
 
 
@@ -28,6 +28,13 @@ class Found(NamedTuple):
     tokens: tuple[int, ...]
     begin: int
     end: int
+
+
+class _Items(NamedTuple):
+    """The items of a reading, the last one first: as many readings as tokens share those before."""
+
+    before: "_Items | None"
+    last: Found
 
 
 class _Matcher:
@@ -65,7 +72,7 @@ class _Thread:
     matcher: _Matcher
     holes: Sequence[Hole]  # of the grammar that it reads by
     given: dict[int | None, Items]  # by group, what is left of its items
-    found: tuple[Found, ...]  # the items so far
+    found: "_Items | None"  # the items so far
     hole: int = -1
     items: Any = None  # Items, in a hole
     begin: int = 0
@@ -92,7 +99,7 @@ class Composite:
         self._vocabulary = vocabulary
         matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=sorted(stop_token_ids) or None)
         self._stops = frozenset(matcher.stop_token_ids)
-        self._history = [[_Thread(_Matcher(matcher), holes, {}, ())]]
+        self._history = [[_Thread(_Matcher(matcher), holes, {}, None)]]
         self._tokens = list[int]()
         self._read = [0]  # bytes of the text so far, after each token
         self._wide = torch.empty((1, vocabulary.words), dtype=torch.int32)
@@ -117,7 +124,7 @@ class Composite:
     @property
     def found(self) -> list[Found]:
         """Return the items so far that every reading has found, in order."""
-        first, *others = (thread.found for thread in self._history[-1])
+        first, *others = (_in_order(thread.found) for thread in self._history[-1])
         everywhere = set(first).intersection(*others)
         return [item for item in first if item in everywhere]
 
@@ -167,12 +174,13 @@ class Composite:
     def _read_anew(self, threads: list[_Thread]) -> list[_Thread]:
         """Return the readings of the tokens so far, where an item is complete that asks for another grammar by that."""
         for thread in threads:
-            hole = thread.holes[thread.found[-1].hole] if thread.found else None
+            hole = thread.holes[thread.found.last.hole] if thread.found else None
             if hole is None or hole.reread_by is None:
                 continue
             if hole.bridges is not None and any(one.hole >= 0 for one in threads):
                 continue  # the item may still become a longer one, which what follows decides
-            if (compiled := hole.reread_by(thread.found[-1].tokens)) is None:
+            assert thread.found is not None
+            if (compiled := hole.reread_by(thread.found.last.tokens)) is None:
                 return [one for one in threads if one is not thread]
             other = Composite(*compiled, self._stops)
             return other._history[-1] if other.read(self._tokens) == len(self._tokens) else []
@@ -234,7 +242,8 @@ class Composite:
         if group is not None:
             given = {**given, group: thread.items.without(path)}
         end = self._read[-1] + len(self._vocabulary.bytes[last])
-        return _Thread(matcher, thread.holes, given, (*thread.found, Found(thread.hole, path, thread.begin, end)))
+        found = _Items(thread.found, Found(thread.hole, path, thread.begin, end))
+        return _Thread(matcher, thread.holes, given, found)
 
     def _open(self, thread: _Thread) -> list[_Thread]:
         """Return the beginnings of holes that may stand here: whose id the matcher takes, unless it takes any id."""
@@ -295,3 +304,11 @@ class Composite:
         matcher.to(matcher.depth - 1)
         for token in others:
             row.view(np.uint32)[token >> 5] |= np.uint32(1 << (token & 31))
+
+
+def _in_order(found: _Items | None) -> list[Found]:
+    items = list[Found]()
+    while found is not None:
+        items.append(found.last)
+        found = found.before
+    return items[::-1]

@@ -8,6 +8,7 @@ import functools
 import re
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, cast
 
@@ -65,7 +66,10 @@ class Vocabulary:
     def compile(self, grammar: str) -> xgrammar.CompiledGrammar:
         """Compile a grammar in xgrammar's EBNF, in which `Token(first + k)` is hole k. Raises RuntimeError."""
         # As a text: of a Grammar, xgrammar compiles what it prints of it (see `printed`).
-        return (self._exact if self._names_tokens(grammar) else self._cached).compile_grammar(grammar)
+        if not self._names_tokens(grammar):
+            with suppress(RuntimeError):  # that cache fails for patterns with counts above 128, too
+                return self._cached.compile_grammar(grammar)
+        return self._exact.compile_grammar(grammar)
 
     def _names_tokens(self, grammar: str) -> bool:
         return any(

@@ -1,6 +1,7 @@
 """Where item sets stand in a constraint: our words in it, its limits, a survey of it, and a grammar with marks."""
 
 import json
+import math
 import re
 import unicodedata
 from collections.abc import Iterator, Mapping
@@ -22,6 +23,7 @@ NO_SPACE = (
     "may not end in a space, which belongs to the first token of an item: omit it, and build the set with --prefix ' '"
 )
 REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
+REPETITIONS = 2_000  # that patterns state: xgrammar takes 0.3 s for these, and the square of it for more
 PLACES = 1_000  # of one constraint, each reference counted as one; each takes its time
 TEXT = 1 << 20  # characters of one constraint, lists of texts and keys among them
 SETS, REFERRING, ANY = 1, 2, 3  # what may stand in a part of a constraint: item sets, references, either
@@ -29,6 +31,7 @@ _SLATE = 'such as {"item_set": "films", "n": 5, "separator": "\\n"}'
 _DEEPEST = 128  # levels of a constraint with item sets: deeper ones would overflow a stack, xgrammar's or Python's
 _ESCAPED = {r"\n": "\n", r"\r": "\r", r"\t": "\t"}  # in literals of xgrammar's, where any character may be escaped
 _CLOSERS = 8  # bytes after a hole that bridges are looked for over: each takes memory, and more is no JSON
+_COUNTS = re.compile(r"\{(\d{1,9})?,?(\d{1,9})?\}")
 _WRITTEN = re.compile(r"items?[-_ ]?sets?")
 
 
@@ -47,7 +50,7 @@ class Survey:
     """What stands in the objects and lists of a constraint, whatever it means there."""
 
     def __init__(self) -> None:
-        self._characters = self.references = 0
+        self._characters = self.references = self.repetitions = 0
         self._holding = dict[int, int]()  # by the id of an object or list
 
     def parsed(self, given: Any) -> Any:
@@ -73,6 +76,7 @@ class Survey:
         holding = 0
         for key, value in node.items() if isinstance(node, dict) else (("", one) for one in node):
             self._characters += len(str(key))
+            self.repetitions += _repetitions(value) if key == "pattern" and isinstance(value, str) else 0
             below = self._add(value, depth + 1, key in NAMED and not names)
             holding |= 0 if key in NO_SCHEMAS and not names else below
         check_characters(self._characters)
@@ -131,6 +135,12 @@ def read_slate(slate: Any) -> tuple[dict[str, Any], int, str]:
     if separator.endswith(" "):
         raise ItemSetError(f"slate.separator {NO_SPACE}")
     return slate, n, separator
+
+
+def _repetitions(pattern: str) -> int:
+    """Return how often a regular expression repeats something, as far as it is said by numbers."""
+    counts = [max(int(least or 0), int(most or 0)) for least, most in _COUNTS.findall(pattern)]
+    return math.prod(counts) if "){" in pattern else sum(counts)  # one in another
 
 
 def _too_deep() -> ItemSetError:

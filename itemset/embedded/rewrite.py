@@ -16,8 +16,8 @@ import xgrammar
 from itemset.embedded.holes import HOLES
 
 from itemset.embedded.placement import (  # isort: skip
-    ANY, DEFINITIONS, JSON, NAMED, NO_SCHEMAS, NO_SPACE, PLACES, REFERENCES, REFERRING, SELECTION, SETS, SLATE, TAG,
-    WORD, Marked, Place, Survey, check_characters, means_set, objects, occurrence, read_slate, says_set,
+    ANY, DEFINITIONS, JSON, NAMED, NO_SCHEMAS, NO_SPACE, PLACES, REFERENCES, REFERRING, REPETITIONS, SELECTION, SETS,
+    SLATE, TAG, WORD, Marked, Place, Survey, check_characters, means_set, objects, occurrence, read_slate, says_set,
 )  # fmt: skip
 from itemset.embedded.printed import printed
 from itemset.errors import ItemSetError, shown
@@ -77,6 +77,11 @@ class Marker:
         marked, parsed = self._marked(kind, given)
         if not self._places:
             return None
+        if self._survey.repetitions > REPETITIONS:
+            raise ItemSetError(
+                f"patterns of the constraint repeat something {self._survey.repetitions:,} times, the limit beside "
+                f"item sets is {REPETITIONS:,}: state less, or maxLength, which takes no time"
+            )
         if kind == TAG and isinstance(parsed, dict) and isinstance(parsed.get("structures"), list):
             marked = of_present_form(marked)
         spec = marked if isinstance(marked, str) else json.dumps(marked)

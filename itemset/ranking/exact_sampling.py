@@ -28,6 +28,7 @@ scored node, which rang at `rung`, that ring in this window of time or later: so
 children that may ring soon. Their key is that of the node with its certain tokens."""
 _SOON = math.log(4.0)  # children that the first window has on average, at most
 _DOUBLE = math.log(2.0)
+_LAST = 1 << 30  # window, which has no end: at tiny temperatures siblings are billions of windows apart
 _AHEAD = 6  # by default a round takes one pass for each six before it
 
 
@@ -212,6 +213,8 @@ def _let_in(nodes, expansion, heap, size, node, clock, key, window):  # type: ig
     unit = _SOON - (nodes[begin].mass - mass if count == 1 else math.log(total))
     low = -math.inf if window == 1 else unit + (window - 2) * _DOUBLE
     high, rest = unit + (window - 1) * _DOUBLE, math.inf
+    if window >= _LAST or high <= low:  # floats as large as these differ by more than a window
+        high = math.inf
     size = _pop(heap, size)
     for i in range(count):
         time = gap(times[i], earliest)
@@ -221,7 +224,7 @@ def _let_in(nodes, expansion, heap, size, node, clock, key, window):  # type: ig
         elif time >= high:
             rest = min(rest, time)
     if rest < math.inf:
-        later = max(window + 1, window + 1 + int((rest - high) / _DOUBLE))
+        later = window + 1 + int(min((rest - high) / _DOUBLE, float(_LAST - window - 1)))
         while unit + (later - 2) * _DOUBLE > rest:  # by a rounding
             later -= 1
         start = log_of_sum(clock, unit + (later - 2) * _DOUBLE - mass)

@@ -16,9 +16,25 @@ from itemset.trie.rows import as_rows
 from itemset.trie.walk import DEAD, advance, is_terminal
 
 # Scripts without spaces between words: each character is one. Thai, Lao, Burmese, Khmer, Japanese and Chinese.
-_UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
+_UNSPACED = re.compile(
+    "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]"
+)
 MOST_WORDS = 50_000  # of a prompt: each begins as many windows as items have lengths
-_WORD = re.compile(rf"[{_UNSPACED}]|[^\W{_UNSPACED}]+")
+
+
+class _Compared(dict[int, str]):
+    """What stands for each character where texts are compared: letters, numbers, and marks such as vowel signs."""
+
+    def __missing__(self, code: int) -> str:
+        text = chr(code)
+        kept = unicodedata.category(text)[0] in "LMN"
+        made = " " if not kept else f" {text} " if _UNSPACED.match(text) else text
+        if code < 1 << 16:  # of the others, there are too many to keep
+            self[code] = made
+        return made
+
+
+_COMPARED = _Compared()
 
 
 def in_tokens(item_set: ItemSet, tokens: Sequence[int]) -> NDArray[np.int64]:
@@ -44,7 +60,7 @@ def _spans(tables, tokens):  # type: ignore[no-untyped-def]
 
 def words_of(text: str) -> list[str]:
     """Return the words of a text as they are compared: of one case, without punctuation and spaces."""
-    return [match[0] for match in _WORD.finditer(unicodedata.normalize("NFKC", text).casefold())]
+    return unicodedata.normalize("NFKC", text).casefold().translate(_COMPARED).split()
 
 
 class TextIndex:

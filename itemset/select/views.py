@@ -3,7 +3,7 @@
 import hashlib
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -16,7 +16,7 @@ from itemset.opening import from_index
 from itemset.select.boosts import Placed, by_place, check_size, of_keys
 from itemset.select.filters import leaves, passing
 from itemset.trie import file as index_file
-from itemset.trie.keys import KeyList, Keys, Test, in_item_order
+from itemset.trie.keys import KeyList, Keys, in_item_order
 from itemset.trie.numbering import items_at
 from itemset.trie.potential import boosted_of, boosts_of, potentials
 from itemset.trie.rows import as_rows, sort_unique
@@ -68,6 +68,27 @@ class View(ItemSet):
     def to_bytes(self) -> bytes:
         """Return the view's own arrays, for `view_from_bytes`."""
         return index_file.to_bytes(self._header(), dict(self.own))
+
+
+@dataclass(frozen=True)
+class _Passing:
+    """Which places pass, by a bit of each."""
+
+    bits: NDArray[np.uint8]
+
+    def __call__(self, at: NDArray[Any]) -> NDArray[np.bool_]:
+        return np.asarray(self.bits[at >> 3] >> (at & 7).astype(np.uint8) & 1 != 0)
+
+
+@dataclass(frozen=True)
+class _Omitting:
+    """Which places pass: those of other keys but for some."""
+
+    keys: Keys
+    places: NDArray[np.int64]
+
+    def __call__(self, at: NDArray[Any]) -> NDArray[np.bool_]:
+        return self.keys.passes(at) & ~np.isin(at, self.places)
 
 
 def view(
@@ -145,8 +166,7 @@ def filtered(base: ItemSet, passes: NDArray[np.bool_], why: Callable[[], str] = 
         raise _nothing_left(why())
     alive, terminal = bits_of(whole.trie.tables, lives)
     packed = np.packbits(passes, bitorder="little")
-    test: Test = lambda at: packed[at >> 3] >> (at & 7).astype(np.uint8) & 1 != 0  # noqa: E731
-    keys = replace(whole._keys, base=whole._keys, test=test, own_bytes=packed.nbytes)
+    keys = replace(whole._keys, base=whole._keys, test=_Passing(packed), own_bytes=packed.nbytes)
     return View(whole, {"alive": alive, "terminal": terminal}, items, keys=keys)
 
 
@@ -235,12 +255,12 @@ def without(base: ItemSet, places: NDArray[np.int64]) -> ItemSet:
         numbers = numbers[~np.logical_or.reduceat(left, begins[:-1].astype(np.int64))]
     if len(numbers) >= len(base):
         raise _nothing_left(f"exclude_keys leaves 0 of the {len(base):,} items")
-    before = base._keys.passes
-    test: Test = lambda at: before(at) & ~np.isin(at, places)  # noqa: E731
-    keys = replace(base._keys, base=base._keys, test=test, own_bytes=places.nbytes)
-    whole = base.whole
-    dead = dead_of(base.trie.tables, whole.trie.tables, numbers)
-    below = base.base if base.base is not None and base.own.keys() == {"dead"} else base
+    dead, below = dead_of(base.trie.tables, base.whole.trie.tables, numbers), base
+    if base.base is not None and base.own.keys() == {"dead"}:
+        below = base.base
+        if isinstance(base._keys.test, _Omitting):
+            places = np.union1d(base._keys.test.places, places)
+    keys = replace(below._keys, base=below._keys, test=_Omitting(below._keys, places), own_bytes=places.nbytes)
     return View(below, {"dead": dead}, len(base) - len(numbers), keys=keys)
 
 

@@ -105,9 +105,10 @@ class EngineRequest(msgspec.Struct, frozen=True, omit_defaults=True):
         return msgspec.json.encode(self).decode()
 
 
-def read(params: Mapping[str, Any] | None) -> EngineRequest | None:
-    """Return what a request's parameters carry, None if it has no item set."""
-    carried = (params or {}).get(WIRE)
+def read(params: Any) -> EngineRequest | None:
+    """Return what a request's parameters carry, None if it has no item set. params: which a client may have given
+    another type."""
+    carried = params.get(WIRE) if isinstance(params, Mapping) else None
     if carried is None or isinstance(carried, EngineRequest):
         return carried
     if isinstance(carried, str):

@@ -15,7 +15,7 @@ from itemset.serving.front.http_bodies import body, while_connected
 from itemset.serving.front.list_runner import Lists, OneRequest
 from itemset.serving.front.lost_fields import refuse_lost
 from itemset.serving.front.request import ItemRequest, Thought, wants_candidates
-from itemset.serving.front.request_fields import BEAMS, DRAWS, LIST, LIST_AFTER, LOGPROBS, PROMPT, wrong_type
+from itemset.serving.front.request_fields import BEAMS, CUSTOM, DRAWS, LIST, LIST_AFTER, LOGPROBS, PROMPT, wrong_type
 from itemset.serving.front.sampler_limits import refuse_unsampled
 from itemset.serving.wire import WIRE, Tokens
 from sglang_static import compat
@@ -158,6 +158,8 @@ class FrontEnd(FrontEndBase):
         """Raises RefusedError for what one of a request's prompts cannot have beside a set, as for a weight that its
         answers cannot say. each: the parameters of all."""
         refuse_unsampled(each[prompt], self.vocab_size)
+        if not isinstance(each[prompt].get(CUSTOM), dict | None):
+            raise wrong_type(f"{CUSTOM} must be an object", CUSTOM)
         word, processors = "custom_logit_processor", request.custom_logit_processor
         theirs = processors if isinstance(processors, list) else [processors]
         if any(own is not None for own in (theirs[prompt : prompt + 1] if len(theirs) == len(each) else theirs)):

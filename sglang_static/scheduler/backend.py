@@ -85,7 +85,7 @@ class StaticBackend:
         """Give the request its set, or its grammar with sets in it. Return whether it waits for that; None without
         either. On the device path SGLang sees a request without a grammar. One that cannot be served is ended with its
         reason, HTTP 400."""
-        custom = request.sampling_params.custom_params or {}
+        custom = request.sampling_params.custom_params
         if (carried := read(custom)) is None:
             return None
         try:

@@ -257,6 +257,14 @@ def test_parameters_of_a_batch_are_all_for_lists_or_none(server):
     assert server.post("/generate", {"text": ["p", "q"], "sampling_params": plain})[0] == 200
 
 
+def test_custom_params_may_be_anything_without_a_set(server):
+    """As SGLang takes it, whose scheduler reads them for each request."""
+    for value in (["a"], "abc", 5, [], ""):
+        body = {"text": "p", "sampling_params": {"custom_params": value, "max_new_tokens": 2}}
+        assert server.post("/generate", body)[0] == 200
+        check_refused(server, "/generate", body | {"item_set": "labels"}, "custom_params must be an object")
+
+
 def test_custom_params_hold_no_set_where_they_are_not_read(server):
     for path, body in (("/v1/responses", {"model": "tiny", "input": "p"}), ("/generate", {"text": "p"})):
         given = {**body, "custom_params": {"item_set": "one"}}

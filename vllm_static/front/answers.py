@@ -80,7 +80,11 @@ def new_completion_output(original: Callable[..., Any], self: Any, finish_reason
         by_string = isinstance(stop_reason, str)
         cut = str(finish_reason) not in ("stop", "length") or (by_string and isinstance(expected, Thought))
         tokens, stopped = self.detokenizer.output_token_ids, not by_string and str(finish_reason) == "stop"
-        told = expected.answer_fields(tokens, cut=cut, logs=logs)
+        try:
+            told = expected.answer_fields(tokens, cut=cut, logs=logs)
+        except Exception:  # all answers end in this loop, and with it the server
+            logger.exception("Request %s: what its answer holds cannot be told", self.external_req_id)
+            told = {"items" if isinstance(expected, ExpectedItems) else "item": None}
         if not cut:
             audit.answered(self.external_req_id, self.lora_name, expected, told)
         if THOUGHT in told:

@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -115,8 +115,8 @@ class ExpectedItems:
         composite = Composite(self.vocabulary, self.constraint.compiled, holes, self.stop_tokens)
         composite.read(tokens)
         text = b"".join(self.vocabulary.bytes[token] for token in tokens if 0 <= token < self.vocabulary.size)
-        paths = json_paths(text) if self.constraint.kind == JSON else {}
         told, found = dict[int, dict[str, Any]](), composite.found
+        paths = json_paths(text, {one.begin for one in found}) if self.constraint.kind == JSON else {}
         for made in self.constraint.sets:  # what one says of all its items is looked up together
             at = [i for i, one in enumerate(found) if self.constraint.holes[one.hole].made.reference == made.reference]
             told |= zip(at, of_items(made.item_set, [found[i].tokens for i in at], self.names), strict=True)
@@ -133,9 +133,9 @@ class ExpectedItems:
         return {**where, "text": shown, **named, **own, **self.catalogue.version_fields(reference)}
 
 
-def json_paths(text: bytes) -> dict[int, str]:
-    """Return the path (`$.films[0]`) of each string or number in a JSON text, or in the beginning of one, by the byte
-    where its content begins. Keys of objects have none."""
+def json_paths(text: bytes, at: Collection[int]) -> dict[int, str]:
+    """Return the path (`$.films[0]`) of each string or number in a JSON text, or in the beginning of one, whose content
+    begins at one of these bytes. Keys of objects have none. What a pattern lets in may be no JSON."""
     found: dict[int, str] = {}
     above: list[str | int | None] = []  # of each open object the key, of each array the place
     is_key = False
@@ -154,9 +154,13 @@ def json_paths(text: bytes) -> dict[int, str]:
         elif token == b":":
             is_key = False
         elif not is_key:
-            found[match.start() + token.startswith(b'"')] = "$" + "".join(_step(one) for one in above)
-        elif match[1]:  # a key that is whole
-            above[-1] = json.loads(token)
+            if (begin := match.start() + token.startswith(b'"')) in at:
+                found[begin] = "$" + "".join(_step(one) for one in above)
+        elif match[1] and above:  # a key that is whole
+            try:
+                above[-1] = json.loads(token)
+            except ValueError:
+                above[-1] = token[1:-1].decode("utf-8", "replace")
     return found
 
 

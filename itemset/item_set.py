@@ -4,13 +4,13 @@ import functools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from itemset.errors import ItemSetError
+from itemset.errors import ItemSetError, shown
 from itemset.text import Escape, Lossy, TokenizerId, encode, encode_pieces, fingerprint, identify
 from itemset.trie import attributes as attribute_columns
 from itemset.trie import file as index_file
@@ -208,10 +208,9 @@ class ItemSet:
         numbers = self._numbers_of(rows)
         if (numbers < 0).any():
             i = int(numbers.argmin())
-            if texts is not None:
-                raise ItemSetError(f"the text {texts[i]!r:.60} (number {i} of those asked) is no item of the set")
             item = rows.tokens[rows.offsets[i] : rows.offsets[i + 1]].tolist()
-            raise ItemSetError(f"the tokens {item} (number {i} of those asked) are no item of the set")
+            what = f"the tokens {item} are" if texts is None else f"the text {texts[i]!r:.60} is"
+            raise ItemSetError(f"{what} no item of the set (number {i} of those asked)")
         return numbers
 
     def find(self, tokens: Sequence[int]) -> tuple[int | str, bool] | None:
@@ -277,7 +276,8 @@ class ItemSet:
             yield part, numbering.items_at(self.whole.trie.tables, part, self.longest)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the index file; an existing one is replaced at once. Raises ItemSetError if it cannot be written."""
+        """Write the index file; an existing one is replaced at once. Raises ItemSetError: it cannot, or a view."""
+        self._refuse_part("save")
         index_file.write(path, self._header(), self._arrays())
 
     def to_bytes(self) -> bytes:
@@ -296,8 +296,7 @@ class ItemSet:
         types than the set's, for a new key that is in the set and not in `remove`, and unless `missing_ok` for a key of
         `remove` that is not there.
         """
-        if self.base is not None:
-            raise ItemSetError("a view cannot be updated: update its set, and make the view again")
+        self._refuse_part("update")
         gone = self._keys.gone(remove, missing_ok=missing_ok)
         if tokenizer is not None and add is not None:
             add = self._encode(add, tokenizer)
@@ -328,6 +327,11 @@ class ItemSet:
         distinct = merged(self.trie, self.key_starts, stays, given)
         return built(distinct, keys, columns, self._origin._replace(escape=escape))
 
+    def _refuse_part(self, verb: str) -> None:
+        """Raises ItemSetError for a view, and for what `only_keys` gives: both read attributes and boosts elsewhere."""
+        if self.base is not None or self.rows_of is not None:
+            raise ItemSetError(f"a view cannot be {verb}d: {verb} the set itself, and make the view again")
+
     def _arrays(self) -> dict[str, NDArray[Any]]:
         arrays = self.trie.tables.sections | values_to_sections(self._keys.values)
         more = {"key_starts": self._keys.starts, "attributes": self._attributes}
@@ -355,18 +359,19 @@ def build(
     attributes: a pyarrow Table, or columns by name, with one row for each item given, also for equal ones.
     Raises ItemSetError as `rows.as_rows`, `keys.as_keys`, `attributes.as_attributes` and `trie.build_trie` do.
     """
-    if vocab_size is None and tokenizer is not None:
-        vocab_size = len(tokenizer)
+    vocab_size = len(tokenizer) if vocab_size is None and tokenizer is not None else vocab_size
     if tokenizer is not None and not hasattr(items, "ndim") and not isinstance(items, Rows):
         items = items if isinstance(items, list) else list(items)
         if items and isinstance(items[0], list | tuple) and items[0] and isinstance(items[0][0], str):
             items = Rows(*encode_pieces(items, tokenizer))
+    if not isinstance(prefix, str) or escape not in (None, *get_args(Escape)):
+        raise ItemSetError(f"prefix must be a text and escape json or text, not {shown(prefix)} and {shown(escape)}")
     given = as_rows(items, vocab_size)
     item_keys = None if keys is None else as_keys(keys, len(given))
     columns = None if attributes is None else attribute_columns.as_attributes(attributes, len(given))
     distinct = sort_unique(given)
     del given
-    origin = Origin(vocab_size, None if tokenizer is None else identify(tokenizer), prefix, escape)
+    origin = Origin(vocab_size and int(vocab_size), None if tokenizer is None else identify(tokenizer), prefix, escape)
     return built(distinct, item_keys, columns, origin)
 
 

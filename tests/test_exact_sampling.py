@@ -226,6 +226,23 @@ def test_an_impossible_set_gives_nothing_and_a_possible_item_is_found():
     assert not drawn(score, Drawing(itemset.build([[2]]), 2, end_token=2, seed=1)).items
 
 
+def test_distinct_draws_at_the_lowest_temperatures():
+    """Siblings lie billions of windows apart there, or in one, as floats of their size are that far apart."""
+    logits = {(): [0.0, -20.0, -25.0, -30.0, -33.0, -60.0, -90.0]}
+
+    def score(passes):
+        each = [np.array(logits.get(one.tokens, [-50.0] * 6 + [0.0])) for one in passes]
+        each = [one - np.logaddexp.reduce(one) for one in each]
+        before = np.array(logits[()]) - np.logaddexp.reduce(logits[()])
+        runs = [before[list(one.tokens[one.known :])] for one in passes]
+        return [(run, one[of.after]) for run, one, of in zip(runs, each, passes, strict=True)]
+
+    items = itemset.build([[i] for i in range(6)])
+    for temperature in (1e-3, 1e-6, 1e-8, 1e-9, 1e-12, 1e-20, 1e-100):
+        made = Drawing(items, 6, end_token=6, temperature=temperature, seed=1, replace=False)
+        assert tokens(drawn(score, made)) == [(0,), (1,), (2,), (3,), (4,), (5,)]
+
+
 def test_a_seed_left_out_is_another_each_time():
     toy = TOYS["wide"]
     built = itemset.build(toy.items)

@@ -225,6 +225,17 @@ def test_a_set_too_large_for_its_numbers_is_refused(
         itemset.build([[1, 2, 3], [2, 3, 4], [3, 4, 5]])
 
 
+def test_what_an_index_says_of_a_build() -> None:
+    made = itemset.build([[1], [2]], vocab_size=np.int64(9))
+    assert itemset.from_bytes(made.to_bytes()).vocab_size == 9
+    for options in ({"escape": "xml"}, {"prefix": None}):
+        with pytest.raises(ItemSetError, match="prefix must be a text and escape json or text"):
+            itemset.build([[1]], **options)
+    for tokens in (np.arange(5), np.zeros((4, 2), int)):
+        with pytest.raises(ItemSetError, match="rows of 2 tokens are one array of all"):
+            Rows(tokens, width=2)
+
+
 def test_the_tokenizers_vocabulary_is_the_limit() -> None:
     class Tokenizer:
         def __len__(self) -> int:

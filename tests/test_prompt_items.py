@@ -57,6 +57,7 @@ def test_tokens_that_stand_in_the_prompt(items, data):
         ("Schindler\N{RIGHT SINGLE QUOTATION MARK}s  List — 1993, m a s h", ["Schindler's List (1993)", "M*A*S*H"]),
         (unicodedata.normalize("NFD", "AMÉLIE"), ["Amélie"]),
         ("Updating the alienation of 2001: a space", []),
+        ("_Amélie_ and M_A_S_H", ["Amélie", "M*A*S*H"]),
         ("who's afraid of Virginia", []),
         ("!!! ...", []),
         ("", []),
@@ -68,6 +69,13 @@ def test_texts_that_stand_in_the_prompt(prefix, prompt, held):
     index = TextIndex(made, lambda rows: decoded(rows, tokenizer))
     numbers = index.numbers_in(prompt)
     assert {made.keys[int(number)].as_py() for number in numbers} == {KEYS[TITLES.index(title)] for title in held}
+
+
+def test_words_keep_their_vowel_signs():
+    assert words_of("दिल") != words_of("दाल")
+    assert words_of("x\u0323\u0301") != words_of("x")
+    assert words_of("スター・ウォーズ") == words_of("スターウォーズ") == words_of("スター ウォーズ")
+    assert words_of("\U00020000\U0001f600a") == ["\U00020000", "a"]
 
 
 @settings(max_examples=60, deadline=None)

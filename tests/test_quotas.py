@@ -120,6 +120,13 @@ def test_what_a_view_has_no_more_counts_no_more(seed):
         assert found.proven
 
 
+def test_a_quota_of_no_attribute_is_refused():
+    items = itemset.build([[1], [2]], attributes={"genre": ["a", "a"]})
+    assert within(items, [[1], [2]], {"genre": 1}, 2) == [0]
+    with pytest.raises(itemset.ItemSetError, match="there is no attribute 'gnere'"):
+        within(items, [[1], [2]], {"gnere": 1}, 2)
+
+
 def test_a_quota_that_no_list_can_keep_ends_at_its_limit():
     """Of one value there are 900 items, and two may stand in the list."""
     items = [[a, b, c] for a in range(9) for b in range(10) for c in range(10)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import pickle
 from typing import Any
 
 import numpy as np
@@ -178,8 +179,25 @@ def test_a_view_reads_where_its_set_stands_now() -> None:
 
 
 def test_a_view_is_not_saved(tmp_path: Any) -> None:
-    with pytest.raises(itemset.ItemSetError, match="save the set itself"):
-        itemset.view(films(), {"region": "DE"}).save(tmp_path / "view.itemset")
+    """Nor what `only_keys` gives, whose attributes are those of its set."""
+    for options in ({"item_filter": {"region": "DE"}}, {"only_keys": films().keys.to_pylist()[:2]}):
+        seen = itemset.view(films(), **options)
+        with pytest.raises(itemset.ItemSetError, match="cannot be saved: save the set itself"):
+            seen.save(tmp_path / "view.itemset")
+        with pytest.raises(itemset.ItemSetError, match="cannot be updated: update the set itself"):
+            seen.updated([[5]])
+
+
+def test_exclusions_upon_exclusions_are_one() -> None:
+    """As many as one likes: each stands on the whole set, and goes to another process."""
+    seen: itemset.ItemSet = itemset.build([[i] for i in range(2_000)])
+    for i in range(0, 2_000, 2):
+        seen = itemset.view(seen, exclude_keys=[i])
+    for one in (seen, pickle.loads(pickle.dumps(seen))):
+        assert one.items() == [[i] for i in range(1, 2_000, 2)]
+        assert one.lookup([[3]]).tolist() == [3]
+        with pytest.raises(itemset.ItemSetError, match="no item of the view has the key 4"):
+            one.tokens([4])
 
 
 def test_a_damaged_view_is_refused() -> None:

@@ -7,16 +7,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from itemset.errors import ItemSetError, shown
 from itemset.item_set import ItemSet
 from itemset.ranking.scored_tree import UNSCORED
 from itemset.ranking.search import Found, Search, Width
+from itemset.select.filters import known
 
 
 def within(item_set: ItemSet, items: Sequence[Sequence[int]], at_most: Mapping[str, int], k: int) -> list[int]:
     """Return the places of the first k items that pass: those before them have fewer of each of its values.
 
     items: best first. at_most: items of one value, by attribute. A missing value does not count; of several all do.
+    Raises ItemSetError for an attribute that the set has not.
     """
+    schema = item_set.attribute_schema
+    if missing := at_most.keys() - set(schema.names):
+        raise ItemSetError(f"at_most: there is no attribute {shown(min(missing))}: {known([schema])}")
     counts, places = Counter[tuple[str, Any]](), list[int]()
     for place, rows in enumerate(item_set.attributes_of(items, list(at_most))):
         each = [(name, value if isinstance(value, list) else [value]) for row in rows for name, value in row.items()]

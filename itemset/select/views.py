@@ -1,10 +1,9 @@
 """Views: a set without some of its items, over the same tables."""
 
 import hashlib
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -61,9 +60,6 @@ class View(ItemSet):
     def items(self) -> list[list[int]]:
         """Return the tokens of each of its items, in the set's own order."""
         return [item for part, rows in self.whole.parts() for item in self.items_at(part[self._numbers_of(rows) >= 0])]
-
-    def save(self, path: str | os.PathLike[str]) -> NoReturn:
-        raise ItemSetError("a view cannot be saved: save the set itself, and filter it again")
 
     def to_bytes(self) -> bytes:
         """Return the view's own arrays, for `view_from_bytes`."""

@@ -26,6 +26,8 @@ class Rows:
     def __init__(self, tokens: NDArray[Any], offsets: NDArray[np.int64] | None = None, *, width: int = 0) -> None:
         if (offsets is None) == (width == 0):
             raise ItemSetError("rows need offsets or a width")
+        if width and (tokens.ndim != 1 or width < 0 or len(tokens) % width):
+            raise ItemSetError(f"rows of {width} tokens are one array of all, not one of shape {list(tokens.shape)}")
         self.tokens = tokens
         self.layout = (np.zeros(0, np.int64) if offsets is None else offsets, width)
         """What the compiled loops take: the offsets, empty if there is a width, and the width, 0 if there is none."""

@@ -89,6 +89,23 @@ def test_values_and_gradients_are_those_of_masking(kind: str, temperature: float
 
 
 @pytest.mark.parametrize("mass", [True, False])
+def test_logits_may_be_a_view_of_others(mass: bool) -> None:
+    """Without columns that pad the vocabulary, without the last place, and of one row with places side by side."""
+    items = ragged()
+    for starts in ([0, 3, 1], [0]):
+        ids, lengths, _ = batch(items, starts, 7)
+        legal = legal_tokens(ids, made(items), stop_tokens=STOP, starts=starts, lengths=lengths)
+        padded = torch.randn(len(starts), 8, VOCABULARY + 3, dtype=torch.float64, requires_grad=True)
+        turned = torch.randn(len(starts), VOCABULARY, 7, dtype=torch.float64, requires_grad=True)
+        for given_, view in ((padded, padded[:, :-1, :VOCABULARY]), (turned, turned.transpose(1, 2))):
+            found, expected = (LegalPolicy.of_logits(one, legal, mass=mass) for one in (view, view.contiguous()))
+            for name in ("log_probs", "entropy", *(["log_mass"] if mass else [])):
+                mine, theirs = getattr(found, name), getattr(expected, name)
+                torch.testing.assert_close(mine, theirs)
+                torch.testing.assert_close(gradient(mine, given_), gradient(theirs, given_))
+
+
+@pytest.mark.parametrize("mass", [True, False])
 def test_from_hidden_states_it_is_the_same(mass: bool) -> None:
     items, starts = ragged(), [0, 3, 0, 1, 2, 0, 5]
     ids, lengths, _ = batch(items, starts, 7)

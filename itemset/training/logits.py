@@ -30,13 +30,13 @@ class OfLogits(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         flat = logits.reshape(-1, logits.shape[-1])
         places, owners, tokens = (one.to(logits.device) for one in (legal.places, legal.owners, legal.tokens))
-        cells = places[owners] * flat.shape[1] + tokens
-        values = _tempered(flat.view(-1)[cells], temperature)
+        cells = places[owners], tokens
+        values = _tempered(flat[cells], temperature)
         whole = values.new_empty(len(places)) if mass else None
         if whole is not None:
             for own, at in _parts(legal.places, flat):
                 whole[own] = _tempered(flat[at], temperature).logsumexp(1)
-        ctx.save_for_backward(logits, cells)
+        ctx.save_for_backward(logits, *cells)
         ctx.legal, ctx.temperature = legal, temperature
         ctx.set_materialize_grads(False)
         return values, whole
@@ -44,7 +44,7 @@ class OfLogits(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, of_values: Tensor | None, of_whole: Tensor | None) -> Any:
-        logits, cells = ctx.saved_tensors
+        logits, *cells = ctx.saved_tensors
         flat = logits.reshape(-1, logits.shape[-1])
         if flat.device.type == "cpu":  # in pages, large ones if the system has them, that are made where one writes
             grad = torch.from_numpy(np.zeros(flat.nbytes, np.uint8)).view(flat.dtype).view(flat.shape)
@@ -55,7 +55,7 @@ class OfLogits(torch.autograd.Function):
             for own, at in _parts(ctx.legal.places, flat):  # `softmax` is one pass where sub and exp are two
                 grad[at] = _tempered(flat[at], ctx.temperature).softmax(1).mul_(factor[own])
         if of_values is not None:
-            grad.view(-1)[cells] += (of_values / ctx.temperature).to(grad.dtype)  # no cell is there twice
+            grad[tuple(cells)] += (of_values / ctx.temperature).to(grad.dtype)  # no cell is there twice
         return grad.view_as(logits), None, None, None
 
 

@@ -20,6 +20,7 @@ from views import KINDS, made
 import itemset
 from itemset.adapters.decode_loop import draft_search
 from itemset.draft_head.head import DraftHead
+from itemset.draft_head.training import Schedule, train_head
 from itemset.errors import ItemSetError
 from itemset.masking.arena import Arena, room_for
 from itemset.text import TokenizerId
@@ -184,6 +185,9 @@ def test_a_head_learns_items_that_follow() -> None:
     optimizer = torch.optim.Adam(head.parameters(), 0.05)
     expected = -sum(score_by_hand(head, hidden[row], item) for row, item in enumerate(items)) / 4
     assert abs(head.loss(hidden, tokens).item() - expected) < 1e-3
+    for token in (4, 13, 49):  # below, between and above the codes of level 2
+        with pytest.raises(ItemSetError, match=f"token {token} is no code of level 2 of the draft head"):
+            head.loss(hidden[:1], torch.tensor([[10, 20, token, 11]], device=DEVICE))
     for _ in range(60):
         optimizer.zero_grad()
         head.loss(hidden, tokens).backward()
@@ -282,6 +286,42 @@ def test_one_pass_gives_the_states_of_each_prompt(model: Any) -> None:
         draft_states(model, head_of(hidden_size=8), padded, mask)
 
 
+@pytest.fixture
+def words() -> Any:
+    """A tokenizer of 40 tokens and an end token."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {f"t{token}": token for token in range(40)} | {"<e>": 40}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="t0"))
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<e>")
+
+
+def test_training_keeps_the_rows_that_a_model_has_beyond_its_tokenizer(model: Any, words: Any) -> None:
+    """An item may have tokens there. The placeholders are the first of them."""
+    items = [[44, 2], [45, 4], [44, 3]]
+    head = train_head(model, words, itemset.build(items), [items] * 2, Schedule(2, 1, 2), log=lambda _: None)
+    assert head.placeholders == (41, 42)
+    assert head.vocab_size == model.get_input_embeddings().num_embeddings == VOCABULARY
+
+
+def test_what_cannot_be_learnt_changes_nothing(model: Any, words: Any) -> None:
+    good = [[1, 2], [3, 4], [5, 6]]
+    bad: dict[str, tuple[list[list[int]], list[list[int]], Schedule]] = {
+        "token id 41, the tokenizer 41 tokens and the model 50": ([[41, 2]], [[41, 2]] * 2, Schedule(2)),
+        "token id 50, ": ([[50, 2]], [[50, 2]] * 2, Schedule(2)),
+        r"tokens \[3, 5\] .number 1 of those asked. are no item": (good, [[1, 2], [3, 5]], Schedule(2)),
+        r"tokens \[3\] .number 1 of those asked. are no item": (good, [[1, 2], [3]], Schedule(2)),
+        "window=1, .*make the window at least 2": (good, good, Schedule(1)),
+        "steps=0, .*others at least 1": (good, good, Schedule(2, 0)),
+        "no history has 4 items": (good, good, Schedule(4)),
+    }
+    for message, (items, history, schedule) in bad.items():
+        with pytest.raises(ItemSetError, match=message):
+            train_head(model, words, itemset.build(items), [history], schedule)
+        assert (len(words), model.get_input_embeddings().num_embeddings) == (41, VOCABULARY)
+
+
 def test_the_command_trains_a_head_for_a_model(tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture) -> None:
     """What it saves opens together; what it cannot use is named with the mend."""
     from transformers import AutoModelForCausalLM
@@ -303,11 +343,15 @@ def test_the_command_trains_a_head_for_a_model(tmp_path: Path, tiny_model: Path,
     head.check(hidden_size=model.config.hidden_size, vocab_size=model.get_input_embeddings().num_embeddings)
     assert cli.main([*given, "5"]) == 1
     assert "is there already: name a new folder" in capsys.readouterr().err
-    histories.write_text("[1, 2, 3]\n[1, 99]\n")
     given[3] = str(tmp_path / "again")
-    assert cli.main([*given, "2"]) == 1
-    assert "line 2: " in (said := capsys.readouterr().err)
-    assert "write a list of the set's keys" in said
+    for lines, message in (
+        ("[1, 2, 3]\n[1, 99]\n", "histories.jsonl: no item has the key 99: write a list of the set's keys in each"),
+        ("[1, 2]\n{}\n", "histories.jsonl, line 2: an object is no list"),
+        ("[1, 2]\n[1\n", "histories.jsonl, line 2: Expecting"),
+    ):
+        histories.write_text(lines)
+        assert cli.main([*given, "2"]) == 1
+        assert message in capsys.readouterr().err
     itemset.build([[1], [2, 3]]).save(index)
     histories.write_text("[0, 1]\n")
     assert cli.main([*given, "2"]) == 1

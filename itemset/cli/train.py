@@ -2,11 +2,14 @@
 
 import argparse
 import json
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import itemset
 from itemset.cli.options import Command, positive
-from itemset.errors import ItemSetError
+from itemset.errors import ItemSetError, shown
+from itemset.item_set import ItemSet
 
 HEAD_FILE = "draft_head.safetensors"
 
@@ -31,13 +34,8 @@ def train(args: argparse.Namespace) -> None:
     """Train, and save the model, its tokenizer and the head. Raises ItemSetError for bad input."""
     if (folder := Path(args.output)).exists():
         raise ItemSetError(f"{folder} is there already: name a new folder")
-    item_set, histories = itemset.load(args.set), list[list[list[int]]]()
-    try:
-        for line in Path(args.histories).read_text(encoding="utf-8").splitlines():
-            histories.append(item_set.tokens(json.loads(line)))
-    except (OSError, ValueError, TypeError, ItemSetError) as error:
-        where = f"{args.histories}, line {len(histories) + 1}"
-        raise ItemSetError(f"{where}: {error}: write a list of the set's keys") from error
+    item_set = itemset.load(args.set)
+    histories = _histories(Path(args.histories), item_set)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from itemset.draft_head.training import Schedule, train_head
@@ -56,3 +54,19 @@ def train(args: argparse.Namespace) -> None:
     print(f"serve the model {folder} with item_set_draft_head: {folder / HEAD_FILE}")
     if item_set.tokenizer is not None:
         print(f"build the set again with --tokenizer {folder}, whose tokenizer has the placeholders")
+
+
+def _histories(path: Path, item_set: ItemSet) -> list[list[list[int]]]:
+    """Return the tokens of each line's items. Raises ItemSetError for what is no list of the set's keys."""
+    lines, where = list[list[Any]](), str(path)
+    try:
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            where = f"{path}, line {number}"
+            if not isinstance(keys := json.loads(line), list):
+                raise ItemSetError(f"{shown(keys)} is no list")
+            lines.append(keys)
+        where = str(path)  # all lines are looked up together: a look-up passes over all keys of the set
+        tokens = iter(item_set.tokens([key for keys in lines for key in keys]))
+    except (OSError, ValueError) as error:
+        raise ItemSetError(f"{where}: {error}: write a list of the set's keys in each line") from error
+    return [list(islice(tokens, len(keys))) for keys in lines]

@@ -80,11 +80,15 @@ class DraftHead(nn.Module):
     def loss(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         """Return the cross entropy of items, summed over the levels and averaged over the items (equation 6).
 
-        hidden: [n, L + 1, d], h_0 to h_L of each prompt. tokens: [n, L] int64, the items that followed.
+        hidden: [n, L + 1, d], h_0 to h_L of each prompt. tokens: [n, L] int64, the items that followed. Raises
+        ItemSetError for a token that is no code of its level.
         """
         state, total = hidden[:, 0], hidden.new_zeros((), dtype=torch.float32)
         for level, codes in enumerate(self.codes):
             chosen = tokens[:, level].contiguous()
+            if not (known := torch.isin(chosen, codes)).all():
+                bad = int(chosen[~known][0])
+                raise ItemSetError(f"token {bad} is no code of level {level} of {self.name}: train another with it")
             logits = self.code_logits(level, hidden[:, level + 1], state)
             total = total + cross_entropy(logits, torch.searchsorted(codes, chosen))
             if level + 1 < self.levels:

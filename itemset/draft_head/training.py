@@ -43,23 +43,15 @@ def train_head(
         as the model's own beams (docs/papers.md).
     histories: tokens of items in the order in which they followed each other; those shorter than a window are left out.
         A prompt is a history, with the tokenizer's end token after each item.
-    Raises ItemSetError if items differ in length, no history is long enough, or the tokenizer has no end token.
+    Raises ItemSetError for what cannot be learnt, before the model or the tokenizer is changed.
     """
     levels, end, window = item_set.longest, tokenizer.eos_token_id, schedule.window
-    if item_set.shortest != levels:
-        raise ItemSetError(
-            f"the set has items of {item_set.shortest} to {levels} tokens: give one whose items have as many, such as "
-            "semantic IDs"
-        )
-    if end is None:
-        raise ItemSetError("the tokenizer has no end token, which stands between items: set its eos_token")
-    if not (long_enough := [items for items in histories if len(items) >= window]):
-        most = max(map(len, histories), default=0)
-        raise ItemSetError(f"no history has {window} items, the longest has {most}: give a smaller window or more")
+    names, size = [f"<sp_{level + 1}>" for level in range(levels)], model.get_input_embeddings().num_embeddings
+    long_enough = _checked(tokenizer, item_set, histories, schedule, names, size)
     torch.manual_seed(schedule.seed)
-    chance, names = random.Random(schedule.seed), [f"<sp_{level + 1}>" for level in range(levels)]
+    chance = random.Random(schedule.seed)
     tokenizer.add_special_tokens({"additional_special_tokens": names})
-    model.resize_token_embeddings(len(tokenizer))
+    model.resize_token_embeddings(max(len(tokenizer), size))  # a model may have more rows than its tokenizer has tokens
     embeddings = model.get_input_embeddings().weight.detach()
     shape = {"hidden_size": model.config.hidden_size, "vocab_size": len(embeddings)}
     codes, placeholders = list(torch.tensor(item_set.items()).T), tokenizer.convert_tokens_to_ids(names)
@@ -90,6 +82,36 @@ def train_head(
             losses = f"loss of the head {drafts.item() / levels:.2f} a token, of the model {following.item():.2f}"
             log(f"  step {step + 1} of {schedule.steps}: {losses}")
     return head
+
+
+def _checked(
+    tokenizer: Any, item_set: ItemSet, histories: Sequence[Items], schedule: Schedule, names: list[str], size: int
+) -> list[Items]:
+    """Return the histories that are long enough. Raises ItemSetError if none is, or for other bad input.
+
+    names: of the placeholders. size: rows of the model's embeddings.
+    """
+    window, levels, ids, tokens = schedule.window, item_set.longest, item_set.token_ids, len(tokenizer)
+    if window < 2 or min(schedule.steps, schedule.batch) < 1:
+        raise ItemSetError(f"{schedule}: make the window at least 2, an item and what follows, others at least 1")
+    if item_set.shortest != levels:
+        raise ItemSetError(
+            f"the set has items of {item_set.shortest} to {levels} tokens: give one whose items have as many, such as "
+            "semantic IDs"
+        )
+    if tokenizer.eos_token_id is None:
+        raise ItemSetError("the tokenizer has no end token, which stands between items: set its eos_token")
+    if not (long_enough := [items for items in histories if len(items) >= window]):
+        most = max(map(len, histories), default=0)
+        raise ItemSetError(f"no history has {window} items, the longest has {most}: give a smaller window or more")
+    item_set.lookup([item for items in long_enough for item in items])
+    placeholders = len(set(names) - tokenizer.get_vocab().keys())  # that are new
+    if len(bad := ids[(ids >= tokens) & ((ids < tokens + placeholders) | (ids >= size))]):
+        raise ItemSetError(
+            f"the set has the token id {bad[0]}, the tokenizer {tokens} tokens and the model {size}: build the set "
+            f"with tokens of both, of which the {placeholders} after the tokenizer's last one will be placeholders"
+        )
+    return long_enough
 
 
 class Rows:

@@ -125,6 +125,22 @@ def test_from_hidden_states_it_is_the_same(mass: bool) -> None:
             _ = found.log_mass
 
 
+def test_tokens_of_probability_zero_count_nothing() -> None:
+    """Others are as among those that are left, with their gradients."""
+    legal = legal_tokens([[1, STOP]], itemset.build([[1], [2], [3]]), stop_tokens=STOP)
+    less = legal_tokens([[1, STOP]], itemset.build([[1], [2]]), stop_tokens=STOP)
+    logits, other = torch.randn(2, 1, 2, VOCABULARY, dtype=torch.float64)
+    logits[..., 3] = -math.inf
+    logits.requires_grad_()
+    mine, own = (LegalPolicy.of_logits(logits, one, mass=False) for one in (legal, less))
+    theirs, others = (LegalPolicy.of_logits(other, one, mass=False) for one in (legal, less))
+    shift = theirs.log_probs - others.log_probs  # of what the reference gives to the third
+    for found, expected in ((mine.entropy, own.entropy), (mine.kl(theirs), own.kl(others) - shift)):
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(gradient(found, logits), gradient(expected, logits))
+    assert mine.kl(mine).abs().max() == 0
+
+
 def test_divergence_is_exact_and_falls_to_zero() -> None:
     items = ragged()
     ids, lengths, where = batch(items, [0, 2], 6)
@@ -198,6 +214,11 @@ def test_what_is_no_item_is_free() -> None:
     for value in (*legal_log_probs(logits, nothing), *legal_log_probs_of_hidden(logits, head, nothing)):
         assert value.tolist() == [[0, 0]]
         assert gradient(value, logits).abs().max() == 0
+    for shape in ((0, 3), (2, 0), (0, 0)):
+        empty = legal_tokens(torch.zeros(shape, dtype=torch.int64), items, stop_tokens=STOP)
+        policy = LegalPolicy.of_logits(torch.randn(*shape, VOCABULARY), empty)
+        assert policy.log_probs.shape == policy.log_mass.shape == policy.entropy.shape == shape
+        assert not empty.blocks
 
 
 def test_a_stop_token_that_continues_an_item_is_a_token_of_it() -> None:
@@ -221,6 +242,15 @@ def test_errors_name_the_place_and_the_mend() -> None:
     for message, (ids, options) in bad.items():
         with pytest.raises(ItemSetError, match=message):
             legal_tokens(ids, items, stop_tokens=STOP, **options)
+    for message, given_ in {
+        "the stop token -1 is no token": (good, items, [STOP, -1]),
+        "stop_tokens must be integers, not object": (good, items, None),
+        "ids must be integers, not float64": ([[1.0, 2.9]], items, STOP),
+        "starts must be integers, not float64": (good, items, STOP, 0.5),
+        "0 sets for 2 rows": (good, None, STOP),
+    }.items():
+        with pytest.raises(ItemSetError, match=message):
+            legal_tokens(*given_[:2], stop_tokens=given_[2], starts=given_[3] if given_[3:] else None)
     legal, logits = legal_tokens(good, items, stop_tokens=STOP), torch.randn(2, 3, VOCABULARY)
     wrong: dict[str, Any] = {
         "the model has 10 tokens": (logits[..., :10], legal),

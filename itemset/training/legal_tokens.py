@@ -75,23 +75,27 @@ def legal_tokens(
         an item. By default the first id that is not negative, as of labels with -100.
     lengths: [B] or one for all, the ids of each row that are its own. What follows them, a stop token or an item that
         is complete without one is free, as is what follows the first negative id.
-    Raises ItemSetError, a ValueError, for the first token that its set does not allow.
+    Raises ItemSetError, a ValueError, for the first token that its set does not allow, and for what is no integer.
     """
-    tokens = np.ascontiguousarray(_array(ids))
+    tokens = np.ascontiguousarray(_array(ids, "ids"))
     if tokens.ndim != 2:
         raise ItemSetError(f"ids must be [batch, time], not of shape {tokens.shape}: give one row as ids[None]")
     size, steps = tokens.shape
+    if not tokens.size:
+        return LegalTokens((size, steps), *[torch.zeros(0, dtype=torch.int64)] * 5)
     own = tokens >= 0
     begin = own.argmax(1) if starts is None else _of_rows(starts, tokens.shape, "starts")
     end = np.full(size, steps) if lengths is None else _of_rows(lengths, tokens.shape, "lengths")
     begin = np.where(own.any(1), begin, steps)
-    sets = [item_set] * size if isinstance(item_set, ItemSet) else list(item_set)
+    sets = [item_set] * size if isinstance(item_set, ItemSet) else list(item_set or ())
     if len(sets) != size:
         raise ItemSetError(f"{len(sets)} sets for {size} rows: give one set for all rows, or one a row")
     # Where the tables of each row's set lie, [B, pointers]: `sets` keeps them as long as this is read.
     pointers = {id(one): one.trie.tables.pointers for one in sets}
     tables = np.array([pointers[id(one)] for one in sets], np.int64)
-    stops = np.unique([stop_tokens] if isinstance(stop_tokens, int) else np.array(stop_tokens, np.int64))
+    stops = np.unique(_array(stop_tokens, "stop_tokens"))
+    if (stops < 0).any():
+        raise ItemSetError(f"the stop token {stops[0]} is no token: give the model's own, or an empty list")
     states = np.full(tokens.shape, FREE, np.int64)
     bad = _walk(tables, stops, np.minimum(tokens, MAX_TOKEN_ID + 1), begin, end, states)
     if bad >= 0:
@@ -104,18 +108,21 @@ def legal_tokens(
     places = np.flatnonzero(states != FREE)
     counts, chosen = np.empty_like(places), np.empty_like(places)
     found = _list(tables, stops, tokens, states, places, counts, chosen).copy()
-    depths = places % max(steps, 1) - begin[places // max(steps, 1)]
+    depths = places % steps - begin[places // steps]
     given = (torch.from_numpy(array) for array in (places, counts, depths, found, chosen))
     return LegalTokens((size, steps), *given)
 
 
-def _array(given: Tensor | ArrayLike) -> NDArray[np.int64]:
-    return np.asarray(given.detach().cpu() if isinstance(given, Tensor) else given, np.int64)
+def _array(given: Tensor | ArrayLike, name: str) -> NDArray[np.int64]:
+    array = np.asarray(given.detach().cpu() if isinstance(given, Tensor) else given)
+    if array.size and array.dtype.kind not in "iu":
+        raise ItemSetError(f"{name} must be integers, not {array.dtype}")
+    return array.astype(np.int64, copy=False)
 
 
 def _of_rows(given: Tensor | ArrayLike, shape: tuple[int, ...], name: str) -> NDArray[np.int64]:
     size, steps = shape
-    values = _array(given)
+    values = _array(given, name)
     if values.shape not in ((), (size,)) or (values < 0).any() or (values > steps).any():
         raise ItemSetError(f"{name} must be 0 to {steps}, one for all rows or one for each of {size}, not {values}")
     return np.full(size, values)

@@ -77,13 +77,18 @@ class LegalPolicy:
     @property
     def entropy(self) -> Tensor:
         """Return the entropy of q."""
-        return self._spread(-self._sum(self._log_q.exp() * self._log_q))
+        return self._spread(-self._mean(self._log_q))
 
     def kl(self, reference: "LegalPolicy") -> Tensor:
         """Return KL(q || reference's q), exact. Both must be of the same `LegalTokens`."""
         if reference._legal is not self._legal:
             raise ItemSetError("the reference has other legal tokens: make both policies of the same LegalTokens")
-        return self._spread(self._sum(self._log_q.exp() * (self._log_q - reference._log_q)))
+        return self._spread(self._mean(self._log_q - reference._log_q))
+
+    def _mean(self, values: Tensor) -> Tensor:
+        """[N] to [R], weighted by q. A token of probability zero counts nothing, whatever its value."""
+        q = self._log_q.exp()
+        return self._sum(q * torch.where(q > 0, values, 0))
 
     def _sum(self, values: Tensor) -> Tensor:
         """[N] to [R]."""

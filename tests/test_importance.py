@@ -81,3 +81,5 @@ def test_draws_share_passes_and_depend_on_the_seed():
         sampled(toy, 3, candidates=4, seed=5, max_passes=4)
     with pytest.raises(ValueError, match="candidates is 0"):
         sampled(toy, 3, candidates=0)
+    with pytest.raises(itemset.ItemSetError, match="follow no boosts"):
+        Importance(itemset.view(itemset.build(toy.items), boost_keys={1: 50.0}), 3, end_token=END, candidates=1)

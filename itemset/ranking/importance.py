@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
 from itemset.ranking.exact_sampling import CutOffError, mixed, uniform
 from itemset.ranking.scored_tree import ITEM, PENDING, ROOT, UNSCORED, ScoredTree
@@ -27,11 +28,13 @@ class Importance(Rounds):
         self, item_set: ItemSet, n: int, *, end_token: int, candidates: int, seed: int | None = None,
         max_passes: int | None = None,
     ) -> None:  # fmt: skip
-        """Raises ValueError if n, candidates or max_passes is less than 1.
+        """Raises ValueError if n, candidates or max_passes is less than 1, ItemSetError for a set with boosts.
 
         candidates: sampled at most before a pool of as many is. max_passes: after these, `result` raises CutOffError.
         """
         check_positive(n=n, candidates=candidates, max_passes=max_passes)
+        if item_set.is_steered:
+            raise ItemSetError("draws by importance follow no boosts: give the set without them, or draw by Drawing")
         super().__init__(ScoredTree(item_set, end_token=end_token), max_passes)
         self._shares: dict[int, tuple[NDArray[np.float64], float]] = {}  # of an expansion, see `_shares_of`
         self._draws = [_Draw(key, candidates) for key in np.random.SeedSequence(seed).generate_state(n, np.uint64)]

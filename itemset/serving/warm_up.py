@@ -115,7 +115,7 @@ def _rank(item_set: Any) -> None:
         Search(item_set, 2, width=2, end_token=0, normalise_length=0.5),
         Drawing(item_set, 2, end_token=0, seed=0),
         Drawing(item_set, 2, end_token=0, seed=0, temperature=2.0),
-        Importance(item_set, 2, end_token=0, candidates=2, seed=0),
+        *([] if item_set.is_steered else [Importance(item_set, 2, end_token=0, candidates=2, seed=0)]),
     ]
     for search in searches:
         while passes := search.passes:

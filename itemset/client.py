@@ -140,19 +140,20 @@ def fill(client: Any, model: type[Model], prompt: Prompt, **options: Any) -> Any
 
 def read(model: type[Model], choice: Any) -> Model:
     """Return the instance that a choice holds, items with keys. Raises pydantic.ValidationError if it was cut off."""
-    text = choice.text if hasattr(choice, "text") else choice.message.content
+    text = (choice.text if hasattr(choice, "text") else choice.message.content) or ""  # None if only thoughts came
     try:
-        value = json.loads(text)
+        values = [json.loads(text)]
     except ValueError:
         return model.model_validate_json(text)
     for item in (choice.model_extra or {}).get("items") or ():
-        _put(value, item["path"], _as_told(item, item["text"]))
-    return model.model_validate(value)
+        _put(values, item["path"], _as_told(item, item["text"]))
+    return model.model_validate(values[0])
 
 
 def _put(value: Any, path: str, item: Item) -> None:
+    """Put an item at a path of the first of these values, in place of what stands there."""
     places = re.findall(r'\.([^.\[]+)|\[("(?:[^"\\]|\\.)*"|\d+)\]', path)  # $.films[2], $["a name"]
-    *before, last = (name or json.loads(other) for name, other in places)
+    *before, last = 0, *(name or json.loads(other) for name, other in places)
     for place in before:
         value = value[place]
     value[last] = item

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import pytest
 from demo_checks import TITLE_OF
 from openai import AsyncOpenAI, BadRequestError
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, RootModel, ValidationError
 
 import itemset
 from itemset import cli
@@ -132,6 +132,7 @@ def _check_fields(client: Any) -> None:
     assert all(pick.late.key > 8 for pick in tip.picks)
     assert (tip.colour.text, tip.colour.key) in (("red", 0), ("blue", 1))
     assert Tip.model_validate_json(tip.model_dump_json()).film == Item(None, tip.film.text)
+    assert known([fill(client, RootModel[Film], MESSAGES, temperature=0).root])
     with pytest.raises(ValidationError):
         fill(client, Tip, MESSAGES, temperature=0, max_tokens=4)
 

@@ -146,6 +146,18 @@ def test_renormalised_scores_are_shares_of_the_legal_tokens(kernels: Any) -> Non
     assert set(listed(beams.found.tokens[1])) == set(items)
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_only_renormalised_lists_have_tails_that_the_head_cannot_draft(kernels: Any) -> None:
+    """Here one of other tokens, longer than the head; before it stands alone, only codes have a probability."""
+    items = [(10, 20, 5, 10), (11, 20, 49, 49, 49), (11, 29, 5, 11), (49, 20, 5, 10), (49, 21, 5, 10)]
+    arena, number, built = placed(items, kernels=kernels)
+    for renormalised, expected in ((False, {0, 2}), (True, {0, 1, 2})):
+        options: dict[str, Any] = {"width": 5, "k": 5, "renormalised": renormalised}
+        found = head_of().beams(arena, [number], built.level_plan, hidden_of(1), **options).found
+        assert set(listed(found.tokens[0, : len(expected)])) == {items[at] for at in expected}
+        assert found.scores[0].isfinite().sum() == len(expected)
+
+
 def test_nothing_is_read_back() -> None:
     arena, number, built = placed(catalogue())
     head, hidden = head_of(), hidden_of(2)

@@ -126,7 +126,8 @@ class DraftHead(nn.Module):
     ) -> Beams:  # fmt: skip
         """Return the beams of some lists at their end: `Beams.found` has the items, each one of its list's set.
         A score is the sum of an item's log-probabilities by the head, shared by its own codes alone; the end costs
-        nothing. Items with other tokens are not found, nor longer ones. Nothing is read back.
+        nothing. Items with other tokens are not found, nor longer ones, but with `renormalised`: there what follows
+        once an item stands alone costs nothing, so it may be any tokens. Nothing is read back.
 
         hidden: [lists, L + 1, d] of any floating dtype, on the arena's device. The others: as for `Beams`. Raises
         ValueError for another shape, and as `Beams` does.

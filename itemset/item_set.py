@@ -215,7 +215,8 @@ class ItemSet:
 
     def find(self, tokens: Sequence[int]) -> tuple[int | str, bool] | None:
         """Return the first key of the item of these tokens, and whether it begins another item; None if it is none."""
-        number = int(self._numbers_of(as_rows([tokens]))[0])
+        may_be = 0 < len(tokens) <= self.longest and 0 <= min(tokens) <= max(tokens) <= MAX_TOKEN_ID
+        number = int(self._numbers_of(as_rows([tokens]))[0]) if may_be else -1
         if number < 0:
             return None
         tables = self.trie.tables

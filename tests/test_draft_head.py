@@ -183,6 +183,9 @@ def test_a_head_that_was_saved_gives_the_same_list(tmp_path: Path) -> None:
     again = DraftHead.load(tmp_path / "head.safetensors", DEVICE)
     assert (again.placeholders, again.tokenizer) == (head.placeholders, head.tokenizer)
     assert [path.name for path in tmp_path.iterdir()] == ["head.safetensors"]
+    for wrong in (tmp_path / "none" / "head.safetensors", tmp_path):
+        with pytest.raises(ItemSetError, match=r"cannot be written .*: name a file in a folder"):
+            head.save(wrong)
     arena, number, _ = placed(catalogue())
     first, second = (draft_search(arena, number, one, hidden_of(2), width=9) for one in (head, again))
     assert torch.equal(first.tokens, second.tokens)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -94,6 +95,16 @@ def test_items_may_begin_in_different_columns() -> None:
     tokens = torch.tensor([[9, 3, 4], [9, 5, 6], [9, 9, 9], [9, 9, 9]])  # two beams each
     allowed = processor(tokens, torch.zeros(4, 10)).isfinite()
     assert [row.nonzero().view(-1).tolist() for row in allowed] == [[EOS], [EOS], [3, 5], [3, 5]]
+
+
+def test_numbers_of_any_kind_are_taken_and_padding_is_no_item() -> None:
+    films = itemset.build([[3, 4], [5, 6]])
+    rows = torch.tensor([[9, 3, 4, EOS, -100], [9, 5, -100, -100, -100], [9, -100, -100, -100, -100]])
+    for begin, stop in ((1, EOS), (np.int64(1), np.int64(EOS)), (torch.tensor(1), torch.tensor([EOS]))):
+        processor = ItemSetLogitsProcessor(films, prompt_length=begin, stop_tokens=stop)
+        allowed = processor(rows[:1, :3], torch.zeros(1, 10)).isfinite()
+        assert allowed.nonzero().tolist() == [[0, EOS]]
+        assert processor.items(rows) == [[[3, 4]], [], []]
 
 
 SMALL = [[[10, 11], [10, 12, 13]], [[5]], [[20, 21], [20], [22], [30, 31, 32]]]

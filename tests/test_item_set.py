@@ -56,6 +56,13 @@ def test_keys_lead_to_items_and_back(items: list[list[int]], random) -> None:  #
         assert sorted(s.keys.to_pylist()) == sorted(keys)
 
 
+def test_what_is_no_item_is_not_found() -> None:
+    s = itemset.build([[1, 2], [3, 70_000]])
+    assert s.find([1, 2]) == (0, False)
+    for tokens in ([], [-1], [1, -100], [1], [1, 2, 2], [1, 1 << 40], [1] * 70_000):
+        assert s.find(tokens) is None
+
+
 def test_keys_cost_nothing_if_no_two_items_are_equal() -> None:
     assert "key_starts" not in itemset.build([[1, 2], [1, 3]]).sections
     assert itemset.build([[1, 2], [1, 2]]).sections["key_starts"] == 8

@@ -35,14 +35,15 @@ class ItemSetLogitsProcessor(LogitsProcessor):
     supports_continuous_batching = False
 
     def __init__(
-        self, item_set: ItemSet, *, prompt_length: int | Sequence[int], stop_tokens: int | Sequence[int] | None
-    ) -> None:
+        self, item_set: ItemSet, *, prompt_length: int | Sequence[int] | Tensor,
+        stop_tokens: int | Sequence[int] | Tensor | None,
+    ) -> None:  # fmt: skip
         """prompt_length: columns of `input_ids` before the item, with padding; for an encoder-decoder model 1, its
         start token. One for all prompts, or one for each if the items begin in different columns. stop_tokens: the
         model's end tokens. Raises ItemSetError if there is none, or if one occurs inside an item."""
         self._item_set, self._given = item_set, prompt_length
-        self._begins = [prompt_length] if isinstance(prompt_length, int) else list(prompt_length)
-        self._stops = [stop_tokens] if isinstance(stop_tokens, int) else list(stop_tokens or ())
+        given = prompt_length, () if stop_tokens is None else stop_tokens
+        self._begins, self._stops = (torch.as_tensor(one).reshape(-1).tolist() for one in given)
         if not self._stops:
             raise ItemSetError("an item could never end: give the model's end-of-sequence token as stop_tokens")
         if inside := item_set.occurring(self._stops):

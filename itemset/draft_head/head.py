@@ -159,7 +159,11 @@ class DraftHead(nn.Module):
         return beams
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the head into a safetensors file, with all that `load` needs in its metadata."""
+        """Write the head into a safetensors file, with all that `load` needs in its metadata.
+
+        Raises ItemSetError if it cannot be written.
+        """
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         about = {name: str(getattr(self, name)) for name in ("levels", "hidden_size", "vocab_size")}
@@ -170,6 +174,8 @@ class DraftHead(nn.Module):
         try:
             save_file({name: value.contiguous() for name, value in self.state_dict().items()}, unfinished, about)
             os.replace(unfinished, path)
+        except (OSError, SafetensorError) as error:
+            raise ItemSetError(f"{os.fspath(path)} cannot be written ({error}): name a file in a folder") from error
         finally:
             unfinished.unlink(missing_ok=True)
 

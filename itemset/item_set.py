@@ -209,8 +209,8 @@ class ItemSet:
         if (numbers < 0).any():
             i = int(numbers.argmin())
             item = rows.tokens[rows.offsets[i] : rows.offsets[i + 1]].tolist()
-            what = f"the tokens {item} are" if texts is None else f"the text {texts[i]!r:.60} is"
-            raise ItemSetError(f"{what} no item of the set (number {i} of those asked)")
+            what, are = (f"the tokens {item}", "are") if texts is None else (f"the text {texts[i]!r:.60}", "is")
+            raise ItemSetError(f"{what} (number {i} of those asked) {are} no item of the set")
         return numbers
 
     def find(self, tokens: Sequence[int]) -> tuple[int | str, bool] | None:

@@ -68,7 +68,11 @@ SPACED = {  # the space before an item belongs to its first token
 ALONE = {"item_set": "titles", "n": 3, "exclude_keys": KEYS[:1]}
 BAD = {
     "$.properties.film: format": {"type": "object", "properties": {"film": FILM | {"format": "date"}}},
-    "no item set is called": {"type": "string", "item_set": "title"},
+    "$.properties.film: no item set is called": {"properties": {"film": {"type": "string", "item_set": "title"}}},
+    "stated right there without a $ref": {
+        "$defs": {"f": FILM},
+        "properties": {"b": {"type": "array", "items": {"$ref": "#/$defs/f"}, "uniqueItems": True}},
+    },
     "$.not": {"type": "string", "not": FILM},
     "does not hold there": {"allOf": [FILM, {"type": "string"}]},
     "uniqueItems": {"$defs": {"f": FILM}, "type": "array", "items": {"$ref": "#/$defs/f"}, "uniqueItems": True},

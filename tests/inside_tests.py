@@ -100,6 +100,14 @@ def test_after_the_end_come_stop_tokens_alone(engine):
         CASES[name][2](tokenizer.decode(answer.tokens[:end]), answer.said["items"])
 
 
+def test_a_slate_has_no_limit_of_its_own(server):
+    """The default of completions, 16 tokens, would cut it."""
+    status, answer = server.post("/v1/completions", {"model": "tiny", "prompt": "p", "slate": ALONE | {"n": 12}})
+    assert status == 200, answer
+    (choice,) = answer["choices"]
+    assert (choice["finish_reason"], len(choice["items"])) == ("stop", 12)
+
+
 def test_answers_that_are_no_json_name_their_items(engine):
     """A pattern may let in what no JSON string has; such an answer is one of many in the engine's loop."""
     film = {"type": "string", "item_set": "titles"}

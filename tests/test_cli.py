@@ -140,6 +140,11 @@ def test_refused_builds(capsys, csv, npy, tokenizers, tmp_path):
     assert "--tokenizer" in refused(capsys, "build", csv, "--column", "title", "-o", out)
     assert "'movie_id', 'title'" in refused(capsys, "build", csv, "--column", "x", "-o", out)
     (tmp_path / "ab.csv").write_text("a,b\nx,y\nz,w\n")
+    (tmp_path / "titled.csv").write_text("id,title,genre\n1,Up,drama\n2,Down,comedy\n")
+    titled = ["build", tmp_path / "titled.csv", "--attribute", "title", "--tokenizer", tokenizers[0]]
+    assert "items of 'title', keys of 'id'" in run(
+        capsys, *titled, "-o", tmp_path / "b.itemset"
+    )  # an attribute may be that, too
     assert "say which one holds the items with --column" in refused(
         capsys, "build", str(tmp_path / "ab.csv"), "-o", out
     )

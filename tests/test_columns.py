@@ -83,21 +83,24 @@ def test_lists_beside_lists_in_one_text(tmp_path: Path) -> None:
 def test_decimals(tmp_path: Path) -> None:
     """Databases write integers as decimals, too: as keys and as attributes they are what they say."""
     whole = pa.array([Decimal(7), Decimal(8)], pa.decimal128(38, 0))
-    price = pa.array([Decimal("1.25"), None], pa.decimal128(10, 2))
-    table = pa.table({"title": ["Kite", "Boat"], "id": whole, "n": whole, "price": price})
+    price = pa.array([Decimal("63.23"), None], pa.decimal128(10, 2))
+    table = pa.table({"title": ["Kite", "Boat"], "id": whole, "n": whole, "price": price})  # 63.23 is no sum of tenths
     pq.write_table(table, tmp_path / "d.parquet")
     source = read(tmp_path / "d.parquet", column="title", key="id", attributes=["n", "price"])
     assert source.keys.to_pylist() == [7, 8]
     assert source.attributes is not None
-    assert source.attributes.to_pydict() == {"n": [7, 8], "price": [1.25, None]}
+    assert source.attributes.to_pydict() == {"n": [7, 8], "price": [63.23, None]}
     assert source.attributes.schema.types == [pa.int64(), pa.float64()]
     made = itemset.build([[1], [2]], attributes=table.select(["n", "price"]))
     assert made.attributes.schema.types == [pa.int64(), pa.float64()]
     large = pa.array([Decimal(10**20)] * 2, pa.decimal128(38, 0))
     pq.write_table(table.set_column(1, "id", large), tmp_path / "e.parquet")
-    with pytest.raises(ItemSetError, match=r"e\.parquet cannot be read: Integer value out of bounds"):
+    with pytest.raises(
+        ItemSetError,
+        match=r"e\.parquet: column .id. cannot .*out of bounds.: numbers have 64",
+    ):
         read(tmp_path / "e.parquet", column="title", key="id")
-    with pytest.raises(ItemSetError, match="key column 'price' holds double, keys must be integers or strings"):
+    with pytest.raises(ItemSetError, match="key column 'price' holds double, keys must be integers of at most"):
         read(tmp_path / "d.parquet", column="title", key="price")
 
 

@@ -224,6 +224,12 @@ def test_a_file_that_looks_broken_is_not_published(tokenizers, tmp_path, capsys)
     assert publish(49, "3.5") == 0  # no value was of another type
 
 
+def test_the_folder_comes_last(tokenizers, tmp_path, capsys):  # noqa: F811
+    path = write(tmp_path / "today.csv", TODAY)
+    assert cli.main(["publish", str(tmp_path / "shop"), str(path)]) == 1
+    assert f"{path} is a file: give the file first, and then the folder" in capsys.readouterr().err
+
+
 def test_a_damaged_version_stops_no_file(tokenizers, tmp_path, capsys):  # noqa: F811
     today, folder = write(tmp_path / "today.csv", TODAY), tmp_path / "shop"
     run(capsys, "publish", today, folder, "--tokenizer", tokenizers[0], "--attribute", "price")

@@ -157,7 +157,9 @@ def test_empty_file(tmp_path, suffix):
 @pytest.mark.parametrize("suffix", TABLES)
 def test_columns_that_are_not_there_or_not_said(tmp_path, suffix):
     path = write_table(tmp_path / f"a.{suffix}", {"id": [1], "title": ["a"], "year": [1999]})
-    assert refusal(path, column="tilte").endswith("no column 'tilte', it has 'id', 'title', 'year'")
+    assert refusal(path, column="tilte").endswith(
+        "no column 'tilte', it has 'id', 'title', 'year': name another (--column, --key, --attribute)"
+    )
     assert "no column 'movie'" in refusal(path, column="title", key="movie")
     assert "say which" in refusal(path)
     assert "say which" in refusal(path, key="id")
@@ -225,7 +227,7 @@ def test_a_bad_file_is_refused(tmp_path, name, data, options, words):
 KEYED = {"column": "t", "key": "k"}
 BAD_TABLES = [
     (TABLES, {"t": ["a", "b"], "k": [1.0, 2.0]}, KEYED, "integers"),
-    (["jsonl", "parquet"], {"t": ["a"], "k": [[1]]}, KEYED, "keys must be integers or strings"),
+    (["jsonl", "parquet"], {"t": ["a"], "k": [[1]]}, KEYED, "keys must be integers of at most 64 bits or strings"),
     (["jsonl", "parquet"], {"t": [[1, 2], [3], [4, None]]}, {}, "row 3: a list in column 't' holds a missing value"),
     (["parquet"], {"t": pa.array([], pa.string())}, {}, "no rows"),
 ]

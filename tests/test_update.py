@@ -172,7 +172,7 @@ def test_what_is_refused() -> None:
     assert "not n, name, tags: give the new items the same" in refusal(
         s, [[9]], attributes={name: about[name] for name in ("n", "name", "tags")}
     )
-    assert "attribute 'n' holds int64 in the set, which the new items' double does not fit" in refusal(
+    assert "attribute 'n' is integer in the set, which the new items' float does not fit" in refusal(
         s, [[9]], attributes=about | {"n": [1.5]}
     )
     assert "attribute 'name' holds large_string" in refusal(s, [[9]], attributes=about | {"name": [True]})
@@ -276,7 +276,7 @@ def test_the_command_with_token_ids_and_attributes(capsys, sids, tmp_path):  # n
     run(capsys, "update", tmp_path / "out", "--add", more, *options, "-o", tmp_path / "more")
     new.write_text('{"ids": [1, 4], "key": "c", "year": "late"}')
     said = refused(capsys, "update", tmp_path / "old.itemset", "--add", new, *options, "-o", tmp_path / "out")
-    assert "attribute 'year' holds int64 in the set, which the new items' large_string does not fit" in said
+    assert "attribute 'year' is integer in the set, which the new items' string does not fit" in said
     assert "name a file in a folder" in refused(capsys, "update", sids, "--remove", gone, "-o", tmp_path)
 
 

@@ -139,7 +139,7 @@ def films() -> itemset.ItemSet:
         ({"item_filter": {"region": "FR"}}, 'no item is left: "region" $eq "FR" leaves 0'),
         ({"item_filter": {"regoin": "DE"}}, 'there is no attribute "regoin"'),
         ({"exclude_keys": [f"film {i}" for i in range(6)]}, "no item is left: exclude_keys leaves 0 of the 6 items"),
-        ({"only_keys": ["film 9"]}, "no item is left: only_keys leaves 0"),
+        ({"only_keys": ["film 9"]}, "no item is left: none of only_keys is a key of the"),
         ({"only_keys": "film 1"}, "keys must be a list, not 'film 1'"),
         ({"exclude_keys": [3]}, "the keys of this set are strings, not integers such as 3"),
         ({"exclude_keys": ["film 1", 3]}, "keys must be all integers or all strings"),

@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -118,13 +119,17 @@ class Table:
             known = None
             if self.attributes:
                 split = self.dialects[file.name].split
-                named = {name: converted(values[name], self.types[name], rows, split) for name in self.attributes}
+                named = dict[str, Any]()
+                for name in self.attributes:
+                    with _told_of(file, name):
+                        named[name] = converted(values[name], self.types[name], rows, split)
                 known = as_attributes(pa.table(named), rows)
             texts = isinstance(items, list)
             yield Items(items if texts else None, None if texts else items, keys, known, done, place, before - rows + 1)
 
     def _keys(self, file: SourceFile, given: Any, before: int, faults: Faults) -> pa.Array:
-        keys = converted(given, self.key_type, len(given))
+        with _told_of(file, self.key):
+            keys = converted(given, self.key_type, len(given))
         _check_present(file, self.key, keys, before, faults)
         return keys.cast(pa.large_string() if is_text(keys.type) else pa.int64())
 
@@ -171,6 +176,15 @@ class Table:
         return _tokens(file, self.column, pa.array(lists, kinds[0]), before, faults)
 
 
+@contextmanager
+def _told_of(file: SourceFile, name: str | None) -> Iterator[None]:
+    try:
+        yield
+    except pa.ArrowInvalid as error:
+        mend = "numbers have 64 bits, cast larger ones to strings"
+        raise ItemSetError(f"{file}: column {name!r} cannot be read ({error}): {mend}") from error
+
+
 def as_list(text: str) -> list[int] | list[str] | None:
     """Return the list of token ids or of tokens that a text is written as, None if it is none."""
     text = text.strip()
@@ -190,7 +204,9 @@ def as_list(text: str) -> list[int] | list[str] | None:
 
 def _check_column(file: SourceFile, name: str | None, names: Sequence[str]) -> None:
     if name is not None and name not in names:
-        raise ItemSetError(f"{file} has no column {name!r}, it has {', '.join(map(repr, names))}")
+        there = ", ".join(map(repr, names))
+        mend = "name another (--column, --key, --attribute)"
+        raise ItemSetError(f"{file} has no column {name!r}, it has {there}: {mend}")
     if name is not None and names.count(name) > 1:
         raise ItemSetError(f"{file} has more than one column {name!r}: rename one")
 

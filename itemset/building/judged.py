@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from itemset.errors import ItemSetError, shown
-from itemset.trie.attributes import is_list, is_text, number_of
+from itemset.trie.attributes import cast, is_list, is_text, number_of
 
 _TIME = r"^[0-9]{4}-[0-9]{2}-[0-9]{2}[T ][0-9]{2}:[0-9]{2}(:[0-9]{2}([.][0-9]{1,6})?)?"
 _INTEGER = r"(0|-?[1-9][0-9]*)"
@@ -91,7 +91,8 @@ class Judged:
         for other, example in self._kinds.items():
             if other is None or not (is_text(other) or pa.types.is_integer(other)):
                 raise ItemSetError(
-                    f"{path}: key column {self.name!r} holds {other or example}, keys must be integers or strings"
+                    f"{path}: key column {self.name!r} holds {other or example}, keys must be integers of at most 64 "
+                    "bits or strings"
                 )
         return pa.string() if pa.string() in self._kinds and len(self._kinds) > 1 else kind
 
@@ -144,7 +145,7 @@ def converted(values: Any, kind: Any, rows: int, split: str | None = None) -> An
         values = values.cast(values.type.value_type) if pa.types.is_dictionary(values.type) else values
         if split is not None and is_list(kind) and is_text(values.type):
             values = pc.split_pattern_regex(values, rf"\s*{re.escape(split)}\s*")
-        return values if values.type == kind else values.cast(kind)
+        return values if values.type == kind else cast(values, kind)
     if pa.types.is_temporal(kind):
         return pa.array(values, pa.string()).cast(kind)
     if kind == pa.string() and any(type(value) is int for value in values):

@@ -165,7 +165,8 @@ def columns_of(args: argparse.Namespace, about: str) -> tuple[list[str], Dialect
     given = [name for name in (args.column, args.key, *args.attribute) if name]
     names, dialect = names_in(sources.files_of(args.source)[0], Dialect.of(vars(args)), given)
     if names:
-        args.column = args.column or item_column([name for name in names if name not in given])
+        named = item_column([name for name in names if name != args.key])  # an attribute may be that, too
+        args.column = args.column or named or item_column([name for name in names if name not in given])
         if args.key is None and not args.keep_text:
             free = [name for name in names if name not in (*given, args.column)]
             args.key = key_column(free, [about, Path(args.source.partition("*")[0]).stem], args.source)
@@ -186,8 +187,12 @@ def update(args: argparse.Namespace) -> None:
         _print_written(after, output, start, ("read", taken), ("changes", changed))
         return
     removed: Any = () if args.remove is None else sources.read_keys(args.remove, args.key, Dialect.of(vars(args)))
-    source, new, names = Items(), dict[str, Any](), before.attributes.column_names
+    source, new, names, taken = Items(), dict[str, Any](), before.attributes.column_names, ""
     if args.add:
+        args.source, args.attribute = args.add, names
+        args.key = "" if args.key is None and are_row_numbers(before.keys) else args.key  # then they go on
+        columns_of(args, Path(args.file).stem)
+        taken, args.key = taken_of(args), args.key or None
         source = sources.read(
             args.add, column=args.column, key=args.key, attributes=names, dialect=Dialect.of(vars(args))
         )
@@ -205,7 +210,7 @@ def update(args: argparse.Namespace) -> None:
     after.save(output)
     added = len(source)  # of the keys, for an item may have several: one that is removed and added is both
     changed = f"{len(before.keys) + added - len(after.keys):,} keys removed, {added:,} added"
-    _print_written(after, output, start, ("changes", changed))
+    _print_written(after, output, start, *([("read", taken)] if taken else []), ("changes", changed))
 
 
 def _print_written(s: ItemSet, output: Path, start: float, *more: tuple[str, str]) -> None:

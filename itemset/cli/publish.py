@@ -58,6 +58,8 @@ def publish(args: argparse.Namespace) -> None:
         args.file, args.folder = None, args.file
     elif not args.folder:
         args.error("publish needs an index file and a folder")
+    if args.folder and os.path.isfile(args.folder):
+        raise ItemSetError(f"{args.folder} is a file: give the file first, and then the folder of the published set")
     source = bool(args.file) and _is_source(args.file)
     if not source and any(getattr(args, name) for name in (*_KEPT, "keys_repeat", "vocab_size", "memory", "force")):
         args.error("publish takes the options of build with a file of items alone")

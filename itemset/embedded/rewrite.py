@@ -211,12 +211,14 @@ class Marker:
             return False
         items = node["items"]
         if "prefixItems" in node or not isinstance(items, dict) or WORD not in items or items.get("type") == "null":
-            if not self._survey.holds(node, SETS):
-                return False  # vLLM or SGLang will say that it knows no uniqueItems
-            raise ItemSetError(
+            message = (
                 f"{path}: uniqueItems holds for items that are an item_set, stated right there without a $ref, anyOf "
                 "or prefixItems: state it so, or omit uniqueItems"
             )
+            if self._survey.holds(node, SETS):
+                raise ItemSetError(message)
+            self._unheld.append(message)  # of no set, maybe
+            return False
         return True
 
     def _distinct_items(self, node: dict[str, Any], out: dict[str, Any], path: str) -> dict[str, Any]:

@@ -126,7 +126,7 @@ def view(
     if only_keys is not None:  # last: it gives another set, with other places
         places = seen._keys.places_of(only_keys)
         if not len(places):
-            raise _nothing_left(f"only_keys leaves 0 keys of the {len(seen):,} items")
+            raise ItemSetError(f"no item is left: none of only_keys is a key of the {len(seen):,} items: give others")
         seen = only(seen, places)
     if boost or boost_keys:
         seen = boosted(seen, boost or {}, by_place(seen, boost_keys or {}))

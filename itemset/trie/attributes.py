@@ -40,6 +40,13 @@ def number_of(kind: Any) -> Any:
     return (pa.float64() if kind.scale > 0 else pa.int64()) if pa.types.is_decimal(kind) else kind
 
 
+def cast(values: Any, kind: Any) -> Any:
+    """Return an array, or a column, of another type. A decimal's number is the float nearest to how it is written."""
+    if pa.types.is_decimal(values.type) and pa.types.is_floating(kind):
+        values = values.cast(pa.string())
+    return values.cast(kind)
+
+
 _CALLED = (
     ("bool", pa.types.is_boolean),
     ("integer", pa.types.is_integer),
@@ -100,9 +107,10 @@ def appended(before: pa.Table, given: Any, rows: int) -> pa.Table:
                 raise ValueError
             columns.append(column.cast(field.type))
         except (pa.ArrowException, ValueError):
+            split = " (texts become lists by --split)" if is_list(field.type) and is_text(column.type) else ""
             raise ItemSetError(
-                f"attribute {field.name!r} holds {field.type} in the set, which the new items' {column.type} does not "
-                "fit: give values of that type, or build the set again"
+                f"attribute {field.name!r} is {ours} in the set, which the new items' {theirs} does not fit: give "
+                f"values of that type{split}, or build the set again"
             ) from None
     return pa.concat_tables([before, pa.table(columns, schema=before.schema)])
 
@@ -124,7 +132,7 @@ def _plain(name: str, column: Any) -> Any:
     if (plain := _plain_type(kind)) is None:
         raise ItemSetError(f"attribute {name!r} holds {kind}: attributes are {KINDS}")
     try:
-        column = column if kind == plain else column.cast(plain)
+        column = column if kind == plain else cast(column, plain)
     except pa.ArrowException as error:  # an older pyarrow that cannot
         raise ItemSetError(f"attribute {name!r} holds {kind}, which this pyarrow cannot cast: cast it") from error
     if is_list(plain) and any(chunk.flatten().null_count for chunk in column.chunks):

@@ -6,6 +6,7 @@ from numbers import Integral
 from typing import Any
 
 from itemset.embedded.placement import EBNF, JSON, TAG
+from itemset.errors import shown
 from itemset.serving.catalogue import RefusedError
 from itemset.serving.front import request_fields
 from itemset.serving.front.http_bodies import body
@@ -60,7 +61,9 @@ def asked(params: Mapping[str, Any], fields: Mapping[str, Any], *, ranked: bool)
     elif drawn:
         given |= _of_draws(params, fields)
     elif ranked:
-        k = params.get("n") or 1
+        k = 1 if params.get("n") is None else params["n"]
+        if not isinstance(k, int) or k < 1:
+            raise request_fields.wrong_type(f"n must be a number of items from 1 on, not {shown(k)}", "n")
         if not fields.get(BEAMS):  # SGLang: the beam, or n of it
             twice, width = given.get("width") is not None, params.get("beam_width") or 1
             given["width"] = width
@@ -106,7 +109,7 @@ def in_place(params: Mapping[str, Any], request: ItemRequest) -> dict[str, Any]:
     if isinstance(own.get(CUSTOM), dict):
         own[CUSTOM] = without_words(own[CUSTOM]) or None
     read = (*KINDS,) if request.constraint is not None else _OF_LIST if request.after else ()
-    if request.constraint is None and not request.after:
+    if (request.constraint is None or request.constraint[0] == SLATE) and not request.after:
         own = {"max_new_tokens": None} | own | ({"max_new_tokens": None} if body().unlimited else {})
     return {**{key: value for key, value in own.items() if key not in read}, REFERENCE: request}
 

@@ -156,6 +156,8 @@ def with_item_set(params: Any) -> Any:
         params = put(params, body.judged)
     elif said := {word: fields[word] for word in (SLATE, request_fields.ATTRIBUTES) if fields.get(word) is not None}:
         params.extra_args = {**(params.extra_args or {}), **said}
+        if SLATE in said and body.unlimited:
+            params.max_tokens = None  # a slate ends, as an item does
     given = constraint_of(params)
     reached = given is not None and (given[0] == SLATE or mentions(given[1]))
     refuse_lost(body.stated, reached=reached)

@@ -68,7 +68,12 @@ class Constraints:
         threads = None if here else self._threads if is_small(spec) else self._large
         if (marked := await on(threads, self._mark, kind, spec, serving)) is None:
             return None
-        made = [await self._checks.prepare(_asked(place, serving), here=here) for place in marked.holes]
+        made = list[InlineSet]()
+        for place in marked.holes:
+            try:
+                made.append(await self._checks.prepare(_asked(place, serving), here=here))
+            except RefusedError as error:
+                raise RefusedError(error.reason, f"{place.path}: {error}", error.param) from error
         threads = None if here else self._threads if len(marked.grammar) <= SMALL else self._large
         return await on(threads, self._assembled, kind, marked, made)
 

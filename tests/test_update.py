@@ -175,7 +175,7 @@ def test_what_is_refused() -> None:
     assert "attribute 'n' is integer in the set, which the new items' float does not fit" in refusal(
         s, [[9]], attributes=about | {"n": [1.5]}
     )
-    assert "attribute 'name' holds large_string" in refusal(s, [[9]], attributes=about | {"name": [True]})
+    assert "attribute 'name' is string" in refusal(s, [[9]], attributes=about | {"name": [True]})
     assert "2 rows of attributes for 1 items" in refusal(s, [[9]], attributes={name: [None] * 2 for name in about})
     assert "the set has no attributes: omit" in refusal(itemset.build([[1]]), [[9]], attributes={"n": [1]})
     nothing = s.updated([[9]], keys=[1], attributes={name: [None] for name in about})

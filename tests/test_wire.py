@@ -213,15 +213,28 @@ CARRIED = [
 
 @pytest.mark.parametrize("carried", CARRIED)
 def test_what_a_request_carries_survives_the_engines_own_messages(carried: EngineRequest) -> None:
-    """As it is, and by msgpack, pickle and JSON."""
+    """As it is, and by msgpack and pickle; by JSON, with the sets beside it."""
     for sent in (
         carried,
         msgspec.msgpack.decode(msgspec.msgpack.encode({"item_set_wire": carried}))["item_set_wire"],
         pickle.loads(pickle.dumps(carried)),
-        carried.json(),
     ):
         assert read({"item_set_wire": sent}) == carried
+    sent = carried.json()
+    assert [msgspec.json.decode(one, type=SetRef) for one in sent["item_set_wire_sets"]] == carried.refs
+    named = read(sent)
+    assert named is not None
+    assert [one.index for one in named.refs] == [None] * len(carried.refs)
+    back = {"item_set": carried.item_set} if carried.item_set else {"sets": carried.sets}
+    assert named.but(**back) == carried
     assert read(None) is read({"others": 1}) is None
+
+
+def test_the_message_of_a_batch_has_a_set_once() -> None:
+    """However many of its prompts have it, and if they have several in turn."""
+    sets = [SetRef(f"inline:{i}", bytes([i]) * 100_000) for i in range(3)]
+    prompts = [EngineRequest(sets[i % 3]).json() for i in range(60)]
+    assert len(pickle.dumps(prompts)) < 3 * 140_000 + 60 * 200
 
 
 def test_a_version_that_is_gone_is_named(config: StaticConfig) -> None:

@@ -1,11 +1,12 @@
 """What a request carries of its item sets from front end to scheduler and workers, and back; messages of roll-outs.
 
 Both engines carry it among a request's own parameters, under the key WIRE: vLLM in `extra_args`, as a struct; SGLang in
-`custom_params`, as JSON. Messages are what `msgspec.to_builtins` makes.
+`custom_params`, as JSON, with the sets at SETS. Messages are what `msgspec.to_builtins` makes.
 """
 
 from collections.abc import Iterator, Mapping
 from enum import Enum, IntEnum
+from functools import lru_cache
 from typing import Any, Literal
 
 import msgspec
@@ -15,8 +16,8 @@ from numpy.typing import NDArray
 from itemset.masking.arena_plan import Place
 from itemset.ranking.search import widest
 
-WIRE = "item_set_wire"
-"""The key of an EngineRequest. Clients may not send it."""
+WIRE, SETS = "item_set_wire", "item_set_wire_sets"
+"""The keys of an EngineRequest and, in SGLang, of its sets. Clients may not send them."""
 LOGPROBS = "item_logprobs"
 """Asks every candidate for log q and log p of each of its tokens: see `front.answer_fields.item_logprobs`."""
 MOST_LOGITS = 1 << 30
@@ -101,8 +102,21 @@ class EngineRequest(msgspec.Struct, frozen=True, omit_defaults=True):
         """Return the temperature of an answer's log p and log q, 0 if not wanted; 1 for weights and greedy answers."""
         return (float(self.weighed == LOGPROBS and temperature) or 1.0) if self.weighed else 0.0
 
-    def json(self) -> str:
-        return msgspec.json.encode(self).decode()
+    @property
+    def refs(self) -> list[SetRef]:
+        return [self.item_set] if self.item_set else self.sets
+
+    def json(self) -> dict[str, Any]:
+        """Return what SGLang's `custom_params` carry: this with the names of its sets, and these, each as JSON."""
+        names = [SetRef(one.reference) for one in self.refs]
+        named = self.but(item_set=names[0]) if self.item_set else self.but(sets=names)
+        return {WIRE: msgspec.json.encode(named).decode(), SETS: [_text(one) for one in self.refs]}
+
+
+@lru_cache(16)
+def _text(ref: SetRef) -> str:
+    """Return a set as JSON: one object for all prompts of a request, so that a pickled batch has its megabytes once."""
+    return msgspec.json.encode(ref).decode()
 
 
 def read(params: Any) -> EngineRequest | None:

@@ -17,7 +17,7 @@ from itemset.serving.front.lost_fields import refuse_lost
 from itemset.serving.front.request import ItemRequest, Thought, wants_candidates
 from itemset.serving.front.request_fields import BEAMS, CUSTOM, DRAWS, LIST, LIST_AFTER, LOGPROBS, PROMPT, wrong_type
 from itemset.serving.front.sampler_limits import refuse_unsampled
-from itemset.serving.wire import WIRE, Tokens
+from itemset.serving.wire import Tokens
 from sglang_static import compat
 from sglang_static.compat import logger
 from sglang_static.front import answers
@@ -185,7 +185,7 @@ class FrontEnd(FrontEndBase):
         carried = self.engine_request(asked, stop_tokens=ends, **least)
         if not ends:
             raise RefusedError("no end", "the model has no end token: give the request stop_token_ids")
-        params.custom_params = {**(params.custom_params or {}), WIRE: carried.json()}
+        params.custom_params = {**(params.custom_params or {}), **carried.json()}
         mark = self.reasoning_end() if request.require_reasoning else ()
         content = partial(after, mark) if mark else None
         body().begin(thinks=content is not None)

@@ -7,7 +7,6 @@ from itemset.errors import ItemSetError
 from itemset.serving.config import start_up
 from itemset.serving.front import http_bodies
 from itemset.serving.front.request_fields import LOGPROBS, REFERENCE
-from itemset.serving.wire import WIRE
 from sglang_static import compat
 from sglang_static.compat import hook
 from sglang_static.front import answers
@@ -87,7 +86,7 @@ def _create_tokenized_object(original: Callable[..., Any], self: Any, obj: Any, 
         return original()
     if (carried := getattr(obj, CARRIED, None)) is not None:
         tokenized = original()
-        tokenized.sampling_params.custom_params = {WIRE: carried.json()}
+        tokenized.sampling_params.custom_params = carried.json()
         return tokenized
     given, obj.sampling_params = obj.sampling_params, without_words(obj.sampling_params)
     asked = given.get(REFERENCE)

@@ -89,11 +89,13 @@ class StaticBackend:
         if (carried := read(custom)) is None:
             return None
         try:
+            sets = masks.receive_sets(self._catalogue, carried, custom)
+            for item_set in sets:
+                self._check_room(manager.scheduler, request, item_set)
             if carried.grammar:
                 del custom[WIRE]
-                return self._admit_holes(manager, request, carried)
-            item_set = masks.receive_set(self._catalogue, carried, custom)
-            self._check_room(manager.scheduler, request, item_set)
+                return self._admit_holes(manager, request, carried, sets)
+            (item_set,) = sets
             compat.decode_alone(request)
             stops = compat.stop_tokens(request)
             on_device = self._claim(manager, request, item_set, stops)
@@ -125,14 +127,12 @@ class StaticBackend:
         request.item_set = masks.Admitted(item_set, resident, [start, *sorted(stops)])
         return True
 
-    def _admit_holes(self, manager: Any, request: Any, carried: EngineRequest) -> bool:
+    def _admit_holes(self, manager: Any, request: Any, carried: EngineRequest, sets: list[ItemSet]) -> bool:
         spec, stops = carried.grammar, compat.stop_tokens(request)
-        sets = {one.reference: self._catalogue.receive(one).item_set for one in carried.sets}
-        for item_set in sets.values():
-            self._check_room(manager.scheduler, request, item_set)
+        named = dict(zip((one.reference for one in carried.sets), sets, strict=True))
 
         def compiled() -> Any:
-            shared = self._grammars.get(spec, sets.__getitem__)
+            shared = self._grammars.get(spec, named.__getitem__)
             return compat.after_reasoning(manager, request, StaticGrammar(lambda: Composite(*shared.get(), stops)))
 
         self._figures.admitted("host")

@@ -23,7 +23,7 @@ from itemset.ranking.lockstep import Lockstep, rows_of_passes
 from itemset.serving.wire import ListResult, ListSpec, NoList, read
 from sglang_static.compat import runtime
 from sglang_static.scheduler import masks
-from sglang_static.scheduler.masks import ItemSetSampler, moved, receive_set
+from sglang_static.scheduler.masks import ItemSetSampler, moved, receive_sets
 from sglang_static.scheduler.turns import WHOLE, is_list, promised_rows
 
 MOST_PASSES = 32  # of a list: rounds read a long tail in one request
@@ -236,7 +236,7 @@ class ItemCoordinator(BeamCoordinator, kw_only=True):  # type: ignore[call-arg]
         if schedule.enable_priority_scheduling and not schedule.disable_priority_preemption:
             return _refusal(NoList.NOT_HERE, "SGLang's preemption by priority knows no beams")
         try:
-            item_set = receive_set(sampler.catalogue, carried, params.custom_params)
+            (item_set,) = receive_sets(sampler.catalogue, carried, params.custom_params)
         except ItemSetError as failure:
             return _refusal(NoList.NO_ROOM_NOW, str(failure))
         options: dict[str, Any] = {"renormalised": spec.renormalised, "end_token": spec.scored_end}

@@ -2,9 +2,11 @@
 
 import copy
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -16,7 +18,7 @@ from itemset.masking.slots import MAX_STOP_TOKENS, NO_SET, Slots, as_table
 from itemset.ranking.beams import warm_up
 from itemset.serving.catalogue import Catalogue
 from itemset.serving.config import StaticConfig
-from itemset.serving.wire import WIRE, EngineRequest, SetRef
+from itemset.serving.wire import SETS, EngineRequest, SetRef
 from itemset.trie.walk import DEAD, END
 from sglang_static import compat
 from sglang_static.compat import hook, logger
@@ -236,13 +238,14 @@ def parents_of(first_child: Tensor, next_sibling: Tensor) -> Tensor:
     return inverse(first_child).gather(1, first)
 
 
-def receive_set(catalogue: Catalogue, carried: EngineRequest, custom: dict[str, Any]) -> ItemSet:
-    """Return the set that a request carries in its `custom_params`, and take its bytes out of these. Raises
-    ItemSetError for a set that is not known, or whose tables are damaged."""
-    assert carried.item_set is not None
-    item_set = catalogue.receive(carried.item_set).item_set
-    custom[WIRE] = carried.but(item_set=SetRef(carried.item_set.reference))
-    return item_set
+def receive_sets(catalogue: Catalogue, carried: EngineRequest, custom: dict[str, Any]) -> list[ItemSet]:
+    """Return the sets of a request, and take their texts out of its `custom_params`. One that is here is not read: the
+    prompts of a batch all bring it. Raises ItemSetError for one that is not known, or whose tables are damaged."""
+    sets = list[ItemSet]()
+    for ref, text in zip_longest(carried.refs, custom.pop(SETS, ())):
+        sent = catalogue.inline(ref.reference) is None and text
+        sets.append(catalogue.receive(msgspec.json.decode(sent, type=SetRef) if sent else ref).item_set)
+    return sets
 
 
 @hook("sglang.srt.model_executor.model_runner:ModelRunner._preprocess_logits")

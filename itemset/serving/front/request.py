@@ -12,7 +12,7 @@ from itemset.serving.front import request_fields as fields
 from itemset.serving.front.request_fields import (  # isort: skip
     BEAMS, DRAWS, LIST, LIST_AFTER, LOGPROBS, REFERENCE, SLATE, WEIGHT, DrawOptions, ListOptions, wrong_type,
 )  # fmt: skip
-from itemset.serving.wire import WIRE
+from itemset.serving.wire import SETS, WIRE
 from itemset.text import Escape
 
 if TYPE_CHECKING:  # it imports torch
@@ -89,8 +89,8 @@ class ItemRequest:
 
         Raises RefusedError for what contradicts itself, has another type, is misspelled, or would be ignored.
         """
-        if WIRE in given:
-            raise wrong_type(f"{WIRE} is not for requests: name the set as item_set, or send a choice", WIRE)
+        if word := next((word for word in (WIRE, SETS) if word in given), None):
+            raise wrong_type(f"{word} is not for requests: name the set as item_set, or send a choice", word)
         named, choices = ([value for value in values if value is not None] for values in (named, choices))
         drawn, has_set = wants_draws(given), bool(named or choices)
         if after := _list_after(given, alone=has_set and k is None and not drawn):

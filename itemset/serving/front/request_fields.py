@@ -135,8 +135,8 @@ def nearest(key: str, words: tuple[str, ...]) -> str | None:
 def _nearest(key: str, words: tuple[str, ...]) -> str | None:
     if key in words:
         return key
-    if REFERENCE in words and key.startswith(f"{REFERENCE}_") and key != wire.WIRE:  # as an option of the server
-        return REFERENCE
+    if REFERENCE in words and key.startswith(f"{REFERENCE}_") and key not in (wire.WIRE, wire.SETS):
+        return REFERENCE  # as an option of the server
     # Many words come near BOOST: host, cost, best.
     near = (word for word in words if _near(_folded(key), _folded(word), 1 if word == BOOST else EDITS))
     return None if key in OTHERS else next(near, None)

@@ -146,6 +146,9 @@ def refuse_unmasked(server_args: Any) -> None:
         "SGLANG_RUST_SERVER=1 serves without the processes that know item sets, which would be lost: unset it": (
             environ.envs.SGLANG_RUST_SERVER.get()
         ),
+        "over gRPC (--grpc-port, --smg-grpc-mode, SGLANG_GRPC_PORT) item sets would be lost: leave it out": (
+            given.grpc_port is not None or given.smg_grpc_mode
+        ),
         "SGLANG_SIMULATE_ACC_LEN accepts drafts without looking at them, so no item set can hold: unset it": (
             float(os.environ.get("SGLANG_SIMULATE_ACC_LEN") or 0) > 0
         ),

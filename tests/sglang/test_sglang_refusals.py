@@ -81,7 +81,7 @@ def test_a_server_without_our_front_end_is_refused(monkeypatch):
     from sglang_static import compat
 
     given = SimpleNamespace(speculative_algorithm=None, speculative_accept_threshold_single=1, tokenizer_worker_num=1)
-    given.speculative_accept_threshold_acc = 1
+    given.speculative_accept_threshold_acc, given.grpc_port, given.smg_grpc_mode = 1, None, False
     monkeypatch.setattr(compat, "resolved", lambda _: given)
     compat.refuse_unmasked(None)
     monkeypatch.setenv("SGLANG_RUST_SERVER", "true")
@@ -94,6 +94,8 @@ def test_a_server_without_our_front_end_is_refused(monkeypatch):
     [
         ({"item_set_path": "gpu"}, "item_set_path must be one of auto, device, host"),
         ({"tokenizer_worker_num": 2}, "--tokenizer-worker-num above 1 takes requests in processes"),
+        ({"grpc_port": 50051}, "over gRPC .* item sets would be lost: leave it out"),
+        ({"grpc_mode": True}, "over gRPC .* item sets would be lost: leave it out"),
         ({"grammar_backend": "xgrammar"}, "item_sets need the static backend: add grammar_backend"),
         (
             {"item_set_path": "device", "enable_pdmux": True},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import functools
 import importlib
 import inspect
@@ -46,6 +47,7 @@ from vllm_static.core import lists
 from vllm_static.front import answers
 from vllm_static.front.engine_lists import EngineLists
 from vllm_static.front.front_end import FrontEnd
+from vllm_static.metrics import Figures
 from vllm_static.worker import drafts, list_hooks
 
 
@@ -374,3 +376,23 @@ def test_a_file_is_built_with_the_tokenizer_that_the_engine_loads(tmp_path, tiny
         engine_config._add_indexes(EngineArgs(model=str(remote), additional_config=dict(options)))
     with pytest.raises(itemset.ItemSetError, match="--trust-remote-code"):
         load_tokenizer(str(remote))
+
+
+def test_scrapes_share_a_question_to_the_engine():
+    asked = []
+
+    async def answer(method):
+        asked.append(method)
+        await asyncio.sleep(0)
+        return {"by_path": {}, "sampled_steps": {}, "arena": (0, 0)}
+
+    core = SimpleNamespace(call_utility_async=answer)
+    app, figures = SimpleNamespace(state=SimpleNamespace(engine_client=SimpleNamespace(engine_core=core))), Figures()
+
+    async def scrape():
+        await asyncio.gather(*(figures.refresh(app) for _ in range(50)))
+
+    asyncio.run(scrape())
+    assert len(asked) == 1
+    asyncio.run(scrape())
+    assert len(asked) == 2

@@ -16,7 +16,7 @@ from itemset.serving.front.request_fields import BEAMS, GUIDED, OF_SET, REFERENC
 from vllm_static import compat
 from vllm_static.front.front_end import follow
 from vllm_static.front.request import constraint_of, judge, put
-from vllm_static.metrics import PATH, refresh
+from vllm_static.metrics import PATH, Figures
 
 _RENDER = "/render"  # the end of endpoints' names
 SURFACE = lost_fields.Surface(
@@ -33,13 +33,17 @@ SURFACE = lost_fields.Surface(
 class ItemSetWords(http_bodies.BodyMiddleware):
     """vLLM's --middleware. Brings the engine's figures up to date before /metrics shows them."""
 
+    def __init__(self, app: Any) -> None:
+        super().__init__(app)
+        self._figures = Figures()
+
     async def begin(self, scope: Any) -> None:
         """At the start of a server it gets its routes, which vLLM's API key protects, and follows published sets."""
         if scope["type"] == "lifespan" and compat.front_end_of(scope["app"].state) is not None:
             http_bodies.add_routes(scope["app"], lambda state: getattr(compat.front_end_of(state), "follower", None))
             follow(scope["app"].state.engine_client)
-        elif scope.get("path") == PATH:
-            await refresh(scope["app"])
+        elif scope.get("path") == PATH and scope.get("method") == "GET":
+            await self._figures.refresh(scope["app"])
 
     def sets_by_model(self, scope: Any) -> Collection[str]:
         front_end = compat.front_end_of(scope["app"].state)

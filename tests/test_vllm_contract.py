@@ -4,6 +4,7 @@ prefix cache. `contract.py` runs this on releases that are not installed.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import pytest
 import torch
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -246,3 +248,18 @@ def test_a_draft_heads_placeholders_are_computed(cached):
     assert computed(request("fifth", **of_head))[1] == 8
     if HAS_BOUND:
         assert computed(request("sixth", **of_head), 5)[1] == 4
+
+
+@pytest.mark.parametrize("parameter", ["trace_decode_token_ids", "thinking_token_budget"])
+def test_what_forces_tokens_past_the_mask_is_refused(config, parameter):
+    """With the set in force from the first token on; a budget of reasoning before it is well."""
+    config = copy.deepcopy(config)
+    config.speculative_config, config.reasoning_config = None, SimpleNamespace(enabled=True)
+    config.model_config.enable_trace_replay = True
+    front_end, prompt = InputProcessor(config), {"type": "token", "prompt_token_ids": [5, 6, 7]}
+    params = {"extra_args": {"item_set": "fixed"}, parameter: [5] if parameter.startswith("trace") else 5}
+    if parameter == "thinking_token_budget":
+        front_end.process_inputs("before", prompt, SamplingParams(**params), ("generate",))
+        config.structured_outputs_config.enable_in_reasoning = True
+    with pytest.raises(VLLMValidationError, match=f"{parameter} puts tokens into an answer past its item set"):
+        front_end.process_inputs("refused", prompt, SamplingParams(**params), ("generate",))

@@ -104,6 +104,11 @@ class FrontEnd(FrontEndBase):
         answers. Raises RefusedError where a set and the other parameters leave no way to end an item.
         """
         refuse_unsampled({name: getattr(params, name, None) for name in PARAMETERS}, self.vocab_size)
+        in_reasoning = self.vllm_config.structured_outputs_config.enable_in_reasoning and not asked.marker
+        for parameter, holds in (("trace_decode_token_ids", True), ("thinking_token_budget", in_reasoning)):
+            if holds and getattr(params, parameter) is not None:
+                message = f"{parameter} puts tokens into an answer past its item set: leave it out"
+                raise RefusedError(parameter, message, parameter)
         if asked.marker:
             return self._think(asked, params, prompt_tokens, prompt)
         least = {"prompt_tokens": prompt_tokens, "min_tokens": params.min_tokens}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -23,6 +24,8 @@ ITEMS = itemset.build([[1, 2], [1, 3, 4]])
         ([END], True, True),
         ([1], False, False),  # a limit has cut it
         ([5, MARK, 1, 2, END], True, True),
+        ([1, 2, END, END], True, False),
+        ([1, 2, END, 5, END], True, True),
     ],
 )
 def test_an_answer_that_ends_elsewhere_is_illegal(tokens, stopped, illegal):
@@ -35,6 +38,24 @@ def test_an_answer_that_ends_elsewhere_is_illegal(tokens, stopped, illegal):
 def test_reasoning_without_an_end_has_no_item_yet(tokens, illegal):
     expected = Expected(ITEMS, frozenset([END]), content=partial(after, [MARK]))
     assert _counted(expected, tokens, True) == illegal
+
+
+class Counted(list[int]):
+    """Tokens, and how often some are read."""
+
+    reads = 0
+
+    def __getitem__(self, place: Any) -> Any:
+        self.reads += 1
+        return super().__getitem__(place)
+
+
+def test_what_a_chunk_reads_of_an_answer_is_its_item() -> None:
+    """However much stands before it and after it."""
+    thought, ended = Counted([5] * 9_000 + [MARK, 1, 2]), Counted([1, 2] + [END] * 9_000)
+    assert after([MARK], thought) == [1, 2]
+    assert Expected(ITEMS, frozenset([END])).parts(ended, 0)[1] == [1, 2]
+    assert max(thought.reads, ended.reads) < 10
 
 
 def _counted(expected: Expected, tokens: list[int], stopped: bool) -> bool:

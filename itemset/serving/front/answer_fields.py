@@ -57,15 +57,13 @@ class Expected:
         return {"item": item}
 
     def parts(self, tokens: Sequence[int], begin: int | None = None) -> tuple[Sequence[int], Sequence[int]]:
-        """Return the tokens of an output's reasoning, and those of its item, without the stop tokens after it.
+        """Return the tokens of an output's reasoning, and those of its item, before the first stop token.
 
         begin: where the item begins, if that is known: else all of the reasoning is looked through.
         """
-        end = len(tokens)
         if begin is None:
-            begin = end - len(tokens if self.content is None else self.content(tokens))
-        while end > begin and tokens[end - 1] in self.stop_tokens:
-            end -= 1
+            begin = len(tokens) - len(tokens if self.content is None else self.content(tokens))
+        end = next((i for i in range(begin, len(tokens)) if tokens[i] in self.stop_tokens), len(tokens))
         return tokens[:begin], tokens[begin:end]
 
     def begun(self, tokens: Sequence[int]) -> bool:
@@ -75,8 +73,10 @@ class Expected:
     def _item(self, tokens: Sequence[int]) -> dict[str, Any] | None:
         """Return what an answer says of its item; None if it did not end where a stop token follows one, or nothing
         else could. tokens: the whole output, with `ignore_eos` with many stop tokens."""
-        of_item = self.parts(tokens)[1]
+        before, of_item = self.parts(tokens)
         if not of_item or (item := self.item_set.find(of_item)) is None:
+            return None
+        if not self.stop_tokens.issuperset(tokens[len(before) + len(of_item) :]):
             return None
         key, is_prefix = item
         if is_prefix and tokens[-1] not in self.stop_tokens:

@@ -7,7 +7,7 @@ read again on its way out: no function of an engine makes the choices of all end
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -52,11 +52,13 @@ class Body:
         """Note whether a prompt's answers begin with reasoning. The engine's parsers may take any answer for that."""
         self.whole = self.whole is not False and not thinks
 
-    def numbered(self, *, whole: bool) -> dict[int, dict[str, Any]]:
-        """Return what answers say of items, by the number of their choice. whole: of a body that is no stream, whose
-        choices are counted: lists may be shorter than was asked for."""
-        told = enumerate(sorted(self.items.items(), key=lambda pair: pair[0]))
-        return {i if whole else prompt * self.each + index: said for i, ((prompt, index), said) in told}
+    def streamed(self, number: int) -> dict[str, Any] | None:
+        """Return what a choice of a stream says of items, by its number."""
+        return self.items.get(divmod(number, self.each))
+
+    def listed(self) -> Callable[[int], dict[str, Any] | None]:
+        """Return the same for an answer as a whole, whose lists may be shorter than was asked for."""
+        return dict(enumerate(self.items[key] for key in sorted(self.items))).get
 
 
 _body: ContextVar[Body | None] = ContextVar("item_set_body", default=None)
@@ -186,33 +188,34 @@ class _Answer:
         elif message["type"] != "http.response.body":
             await self._send(message)
         elif self._held is None:
-            lines, items = message.get("body", b"").split(b"\n"), self._body.numbered(whole=False)
+            lines = message.get("body", b"").split(b"\n")
             for i, line in enumerate(lines):
                 if line.startswith(b"data: {"):
-                    lines[i] = b"data: " + _with_items(line[6:], items)
+                    lines[i] = b"data: " + _with_items(line[6:], self._body, self._body.streamed)
             await self._send(message | {"body": b"\n".join(lines)})
         else:
             self._so_far += message.get("body", b"")
             if not message.get("more_body"):
-                numbered = self._body.numbered(whole=True)
-                whole = _with_items(self._so_far, numbered) if self._listing is None else self._listing(self._so_far)
+                given, so_far = self._body, self._so_far
+                whole = _with_items(so_far, given, given.listed()) if self._listing is None else self._listing(so_far)
                 others = [one for one in self._held["headers"] if one[0].lower() != b"content-length"]
                 await self._send(self._held | {"headers": [*others, (b"content-length", b"%d" % len(whole))]})
                 await self._send(message | {"body": whole})
 
 
-def _with_items(data: bytes | msgspec.Raw, items: Mapping[int, dict[str, Any]]) -> bytes:
+def _with_items(data: bytes | msgspec.Raw, given: Body, told: Callable[[int], Any]) -> bytes:
     """Return a JSON object of an OpenAI endpoint with its items: in choices that have ended, or beside a response's
-    output. All else stays the text that it is."""
+    output. All else stays the text that it is. told: of `given`, for choices."""
     said: dict[str, Any] = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
     if "choices" in said:
         said["choices"] = msgspec.json.decode(said["choices"], type=list[dict[str, Any]])
         for choice in said["choices"]:
-            choice.update(items.get(choice["index"], {}) if choice.get("finish_reason") is not None else {})
+            if choice.get("finish_reason") is not None:
+                choice.update(told(choice["index"]) or {})
     elif "response" in said:  # the event of one
-        said["response"] = msgspec.Raw(_with_items(said["response"], items))
+        said["response"] = msgspec.Raw(_with_items(said["response"], given, told))
     elif "output" in said:
-        said |= items[max(items)]
+        said |= given.items[max(given.items)]
     return msgspec.json.encode(said)
 
 

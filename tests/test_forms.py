@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ from itemset.errors import ItemSetError
 from itemset.item_set import ItemSet
 from itemset.serving.catalogue import Catalogue, RefusedError
 from itemset.serving.config import ModelLimits, StaticConfig, Words
+from itemset.serving.front import forms as front_forms
 from itemset.serving.front.admission import Checks
+from itemset.serving.front.beside import at_once
 from itemset.serving.front.embedded_sets import Constraints
 from itemset.serving.front.forms import Forms
 from itemset.serving.front.request import ItemRequest
@@ -57,7 +60,8 @@ def test_a_form_is_the_set_that_a_build_for_its_place_gives(name: str, escape: A
     own.save(tmp_path / "films.itemset")
     config = StaticConfig.of(options(tmp_path, films=str(tmp_path / "films.itemset")))
     front = Catalogue(config)
-    reference = Forms(front, config, tokenizer(name), LOG).reference(of := front.reference("films"), place)
+    forms, of = Forms(front, config, tokenizer(name), LOG), front.reference("films")
+    reference = at_once(forms.reference(of, place, here=True))
     expected = itemset.build_text(texts, tokenizer(name), escape=place, **how)
     assert told(front[reference]) == told(expected)
     assert (reference == of) == (told(own) == told(expected))
@@ -96,17 +100,63 @@ def test_a_form_follows_its_set(tmp_path: Path) -> None:
         if copy.is_file() and copy.name not in {"lock", version.name}:
             copy.unlink()
     assert len(checks.made(asked).item_set) == 3
-    checks.catalogue._inline.clear()  # and one whose index is damaged, at the second request
+    checks.catalogue._inline.clear()  # and one whose index is damaged
     for copy in (tmp_path / "cache").glob(f"{last.removeprefix(FORM).partition('@')[0]}*"):
         copy.unlink()
     changes.flip(tmp_path / "cache" / "built" / f"{version.name}-json.itemset")
-    with pytest.raises(ItemSetError):
-        checks.made(asked)
     assert len(checks.made(asked).item_set) == 3
     built = {one.name: one.stat().st_mtime_ns for one in os.scandir(tmp_path / "cache" / "built") if "json" in one.name}
     assert len(built) == 2
     again = Checks(StaticConfig.of(options(tmp_path, quotes=str(folder))), own, WORDS, ModelLimits(2112, 256, 0, {1}))
     assert again.made(asked).reference == checks.made(asked).reference
+
+
+def two_sets(folder: Path) -> Checks:
+    own = tokenizer("tiny")
+    for name in ("a", "b"):
+        itemset.build_text([f'{name} "1"'], own).save(folder / f"{name}.itemset")
+    config = StaticConfig.of(options(folder, **{name: str(folder / f"{name}.itemset") for name in ("a", "b")}))
+    return Checks(config, own, WORDS, ModelLimits(2112, 256, 0, {1}))
+
+
+def test_requests_share_the_making_of_a_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that wait for one hold up no other set, and one that goes leaves it to the others."""
+    checks, make, begun, opened = two_sets(tmp_path), Forms._make, list[str](), threading.Event()
+
+    def gated(forms: Forms, item_set: ItemSet, name: str, *given: Any) -> None:
+        begun.append(name)
+        assert name == "b" or opened.wait(60)
+        make(forms, item_set, name, *given)
+
+    monkeypatch.setattr(Forms, "_make", gated)
+
+    async def ask() -> list[Any]:
+        waiting = [asyncio.create_task(checks.prepare(ItemRequest(item_set="a", escape="json"))) for _ in range(5)]
+        await asyncio.wait_for(checks.prepare(ItemRequest(item_set="b", escape="json")), 60)
+        waiting.pop().cancel()
+        opened.set()
+        return await asyncio.gather(*waiting)
+
+    assert len({one.reference for one in asyncio.run(ask())}) == 1
+    assert begun == ["a", "b"]
+
+
+def test_a_form_that_cannot_be_made_is_not_tried_by_each_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checks, tried = two_sets(tmp_path), list[int]()
+
+    def full(*given: Any) -> None:
+        tried.append(1)
+        raise OSError(28, "No space left on device", "a file")
+
+    for make, remembered, times in ((full, 60, 1), (full, 0, 2), (full, 0, 3)):
+        monkeypatch.setattr(Forms, "_make", make)
+        monkeypatch.setattr(front_forms, "REMEMBERED", remembered)
+        for _ in range(1 if times > 1 else 3):
+            with pytest.raises(ItemSetError, match="No space left on device: make room there"):
+                checks.made(ItemRequest(item_set="a" if times == 1 else "b", escape="json"))
+        assert len(tried) == times
 
 
 def test_token_ids_have_one_spelling(tmp_path: Path) -> None:
@@ -118,10 +168,10 @@ def test_token_ids_have_one_spelling(tmp_path: Path) -> None:
     config = StaticConfig.of(options(tmp_path, **paths))
     catalogue = Catalogue(config)
     forms, plain, ids = Forms(catalogue, config, own, LOG), *map(catalogue.reference, ("plain", "ids"))
-    assert forms.reference(plain, "json") == plain
-    assert forms.reference(ids, "text") == ids
+    assert at_once(forms.reference(plain, "json", here=True)) == plain
+    assert at_once(forms.reference(ids, "text", here=True)) == ids
     with pytest.raises(RefusedError, match=r"'ids' is of token ids, .* must be escaped in a JSON string: build it of"):
-        forms.reference(ids, "json")
+        at_once(forms.reference(ids, "json", here=True))
 
 
 def test_a_constraint_is_of_one_version_of_each_set(tmp_path: Path) -> None:

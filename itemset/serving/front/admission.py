@@ -45,7 +45,6 @@ class Checks:
         self._forms = Forms(self.catalogue, config, tokenizer, log)
         self._threads = ThreadPoolExecutor(4, "item-filters")
         self._prompts = ThreadPoolExecutor(1, "prompt-items")  # nothing else waits for an index of titles
-        self._making = ThreadPoolExecutor(2, "item-forms")  # nor for forms
         for opened in self.catalogue.serving.values():
             try:
                 self._check(opened)
@@ -112,8 +111,7 @@ class Checks:
             made = await self._inline.prepare(asked.choice, asked.escape, here=here)
         else:
             of = asked.reference or self.catalogue.reference(asked.item_set or "")
-            making = None if here or self._forms.has(of, asked.escape) else self._making
-            of = await on(making, self._forms.reference, of, asked.escape)
+            of = await self._forms.reference(of, asked.escape, here=here)
             if asked.chooses:
                 made = await on(threads, self._selections.get, asked.selection, of, prompt)
             else:

@@ -5,15 +5,17 @@ keys and attributes. It is made when a request first needs it, lies beside the p
 reaches the engines as one of these copies: its version is in the request's reference.
 """
 
+import asyncio
 import json
 import logging
+import math
 import os
 import threading
 import time
-from contextlib import suppress
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,8 +31,16 @@ from itemset.serving.wire import FORM, version_of
 from itemset.text import Escape, continues, decoded, encode
 from itemset.trie.rows import Rows, joined
 
+REMEMBERED = 60.0  # seconds for which a failure answers further requests: to fail may take a whole build
 _PLACES = {"json": "JSON strings", "text": "other texts", "space": "texts, after a space"}
 _HARMFUL = {*map(chr, range(32)), '"', "\\"}  # characters that a JSON string must escape
+
+
+class _Outcome(NamedTuple):
+    """The reference of a form, or why there is none; known until a time, in seconds of `time.monotonic`."""
+
+    form: str | ItemSetError
+    until: float = math.inf
 
 
 class Forms:
@@ -38,44 +48,47 @@ class Forms:
 
     def __init__(self, catalogue: Catalogue, config: StaticConfig, tokenizer: Any, log: logging.Logger) -> None:
         self._catalogue, self._config, self._tokenizer, self._log = catalogue, config, tokenizer, log
-        # By reference and place: the form's reference, or why there is none.
-        self._known: dict[tuple[str, Escape], str | ItemSetError] = {}
-        self._locks: dict[tuple[str, Escape], threading.Lock] = {}
+        # By reference and place: made or begun, once for all requests.
+        self._futures: dict[tuple[str, Escape], Future[_Outcome]] = {}
+        self._lock, self._threads = threading.Lock(), ThreadPoolExecutor(2, "item-forms")
 
-    def has(self, of: str, escape: Escape | None) -> bool:
-        """Return whether `reference` returns at once."""
-        known = None if escape is None else self._known.get((of, escape))
-        return escape is None or (isinstance(known, str) and self._catalogue.known(known) is not None)
-
-    def reference(self, of: str, escape: Escape | None) -> str:
+    async def reference(self, of: str, escape: Escape | None, *, here: bool = False) -> str:
         """Return the reference of a set's form, or of the set itself if it has all of its tokens there.
 
-        of: its own. escape: how items stand in the place, None for answers of their own. Waits until the form is made.
-        Raises RefusedError for items that cannot stand there.
+        of: its own. escape: how items stand in the place, None for answers of their own. here: see `at_once`; else it
+        is awaited until the form is made. Raises RefusedError for items that cannot stand there.
         """
         if escape is None:
             return of
-        with self._locks.setdefault((of, escape), threading.Lock()):
-            if isinstance(known := self._known.get((of, escape)), ItemSetError):
-                raise known.with_traceback(None)  # which would grow each time
-            if known is not None:
-                with suppress(RefusedError):  # it was closed since, and its copy has gone
-                    _ = self._catalogue[known]
-                    return known
-            try:
-                known = self._made(of, escape)
-            except ItemSetError as error:
-                if escape == "space":  # without it, requests are served all the same: it is tried once
-                    self._known[of, escape] = error
-                raise
-            form = self._catalogue[known]
-            _ = form.token_ids, form.attributes  # read once: no event loop should wait for it
+        with self._lock:
+            future = self._futures.get((of, escape))
+            if future is None or (future.done() and not self._holds(future)):
+                future = self._futures[of, escape] = self._threads.submit(self._outcome, of, escape)
+        if not here:
+            await asyncio.shield(asyncio.wrap_future(future))
+        if isinstance(form := future.result().form, ItemSetError):
+            raise form.with_traceback(None)  # which would grow each time
+        return form
+
+    def _holds(self, ended: Future[_Outcome]) -> bool:
+        if ended.exception() is not None:
+            return False
+        form, until = ended.result()
+        if isinstance(form, str):
+            return self._catalogue.known(form) is not None  # else it was closed since
+        return time.monotonic() < until
+
+    def _outcome(self, of: str, escape: Escape) -> _Outcome:
+        try:
+            known = self._made(of, escape)
+        except ItemSetError as error:  # without a space, requests are served all the same: that is tried once
+            return _Outcome(error) if escape == "space" else _Outcome(error, time.monotonic() + REMEMBERED)
+        form = self._catalogue[known]
+        _ = form.token_ids, form.attributes  # read once: no event loop should wait for it
+        with self._lock:
             open_now = {one.reference for one in self._catalogue.serving.values()}
-            for key in [key for key in list(self._known) if key[0] not in open_now]:  # others may add meanwhile
-                self._known.pop(key, None)
-                self._locks.pop(key, None)
-            self._known[of, escape] = known
-            return known
+            self._futures = {key: one for key, one in self._futures.items() if key[0] in open_now or not one.done()}
+        return _Outcome(known)
 
     def _made(self, of: str, escape: Escape) -> str:
         item_set, (version, name) = self._catalogue[of], version_of(of)
@@ -98,9 +111,9 @@ class Forms:
             os.utime(index)
             try:
                 _, form = open_copy(index, self._config.item_set_cache)
-            except ItemSetError:
-                index.unlink(missing_ok=True)  # it may be damaged: the next request makes it anew
-                raise
+            except ItemSetError:  # it may be damaged
+                self._make(item_set, name, numbers, escape, index)
+                _, form = open_copy(index, self._config.item_set_cache)
         except (OSError, ItemSetError) as error:
             self._log.warning("The item set %r cannot be made for %s: %s", name, _PLACES[escape], error)
             if isinstance(error, ItemSetError):

@@ -24,7 +24,9 @@ SUPPORTED = ((0, 5, 23), (0, 5, 23))  # first and last version: those that `test
 BROKEN: tuple[str, ...] = ()  # among them and later
 VARIABLE = "SGLANG_STATIC"  # options as JSON in the environment: SGLang's configuration has no place for a plugin's
 
-METHOD = "item_sets"  # of a DumperControlReqInput of ours: the one request that brings plain values to all schedulers
+METHOD = "item_sets/versions"
+"""Of a DumperControlReqInput of ours: the one request that brings plain values to all schedulers. A debugging server's
+clients send such, too, by the route `/dumper/{method}` (entrypoints/http_server.py), but none with a slash."""
 
 
 def _put(target: str, around: Callable[..., Any]) -> None:

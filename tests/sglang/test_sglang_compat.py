@@ -110,6 +110,23 @@ def test_options_that_are_no_json_object(monkeypatch, text):
         compat.options()
 
 
+def test_no_client_can_send_what_rolls_versions_out():
+    """By the route that a debugging server has, with DUMPER_SERVER_PORT=reuse."""
+    code = """if True:
+        from urllib.parse import quote
+        from sglang_static import compat, plugin
+        plugin.register()
+        from sglang.srt.entrypoints import http_server
+        from starlette.testclient import TestClient
+        client = TestClient(http_server.app, raise_server_exceptions=False)
+        for method in (compat.METHOD, quote(compat.METHOD, ""), "reset"):
+            print(client.post(f"/dumper/{method}", json={}).status_code)
+    """
+    given = {"env": environment() | {"DUMPER_SERVER_PORT": "reuse"}, "capture_output": True, "text": True}
+    ended = subprocess.run([sys.executable, "-c", code], **given)
+    assert ended.stdout.split() == ["404", "404", "500"], ended.stderr
+
+
 def test_another_backend_answers_as_without_the_plugin(engines, tiny_model):
     without = engines(tiny_model, env={"SGLANG_PLUGINS": "none"}, grammar_backend="xgrammar")
     check_untouched(engines(tiny_model, grammar_backend="xgrammar"), without)

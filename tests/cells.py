@@ -291,6 +291,7 @@ ELSEWHERE = {
         ("least number of tokens", "engine_tests::test_min_tokens_holds_the_stop_back"),
         ("what could leave a step", "refusal_tests::test_a_bad_request_is_refused_and_the_engine_goes_on"),
         ("what could leave a step", "test_sglang_refusals::test_a_custom_logit_processor_is_refused"),
+        ("what puts tokens past every mask", "test_vllm_contract::test_what_forces_tokens_past_the_mask_is_refused"),
         ("streaming, prefix caching", "test_vllm_engine::test_preemption_and_resumption"),
         ("streaming, prefix caching", "test_sglang_engine::test_retraction_and_resumption"),
         ("speculative decoding", "test_vllm_drafts::test_answers_are_those_without_speculation"),

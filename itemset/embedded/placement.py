@@ -139,7 +139,7 @@ def read_slate(slate: Any) -> tuple[dict[str, Any], int, str]:
 
 def _repetitions(pattern: str) -> int:
     """Return how often a regular expression repeats something, as far as it is said by numbers."""
-    counts = [max(int(least or 0), int(most or 0)) for least, most in _COUNTS.findall(pattern)]
+    counts = [max(int(least or 1), int(most or 1)) for least, most in _COUNTS.findall(pattern)]
     return math.prod(counts) if "){" in pattern else sum(counts)  # one in another
 
 

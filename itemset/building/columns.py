@@ -18,7 +18,7 @@ from itemset.building.readers import Batch, columns_of, read_delimited, read_jso
 from itemset.building.streams import format_of, guarded
 from itemset.errors import Faults, ItemSetError
 from itemset.storage import SourceFile
-from itemset.trie.attributes import as_attributes, is_list, is_text
+from itemset.trie.attributes import as_attributes, as_values, is_list, is_text
 from itemset.trie.rows import Rows
 
 READERS: dict[str, Callable[[SourceFile, Dialect, Sequence[str], Faults], Iterator[Batch]]] = {
@@ -148,7 +148,7 @@ class Table:
             if faults.count > bad:
                 return None
             given = pa.array(given, kind)
-        given = given.cast(given.type.value_type) if pa.types.is_dictionary(given.type) else given
+        given = as_values(given)
         if not _check_present(file, self.column, given, before, faults):
             return None
         if is_text(given.type):

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from itemset.errors import ItemSetError, shown
-from itemset.trie.attributes import cast, is_list, is_text, number_of
+from itemset.trie.attributes import as_values, cast, is_list, is_text, number_of
 
 _TIME = r"^[0-9]{4}-[0-9]{2}-[0-9]{2}[T ][0-9]{2}:[0-9]{2}(:[0-9]{2}([.][0-9]{1,6})?)?"
 _INTEGER = r"(0|-?[1-9][0-9]*)"
@@ -56,8 +56,7 @@ class Judged:
 
     def add(self, values: Any, where: object) -> None:
         """Take the column's next values: an Arrow array, JSON values, or None if a file lacks the column."""
-        if isinstance(values, pa.Array) and pa.types.is_dictionary(values.type):
-            values = values.cast(values.type.value_type)
+        values = as_values(values) if isinstance(values, pa.Array) else values
         if isinstance(values, pa.Array) and not is_text(values.type):
             self.declare(values.type, where)
             return
@@ -142,7 +141,7 @@ def converted(values: Any, kind: Any, rows: int, split: str | None = None) -> An
     if split is not None and is_list(kind) and isinstance(values, list) and str in map(type, values):
         values = pa.array(values, pa.string())
     if not isinstance(values, list):
-        values = values.cast(values.type.value_type) if pa.types.is_dictionary(values.type) else values
+        values = as_values(values)
         if split is not None and is_list(kind) and is_text(values.type):
             values = pc.split_pattern_regex(values, rf"\s*{re.escape(split)}\s*")
         return values if values.type == kind else cast(values, kind)

@@ -189,10 +189,9 @@ def update(args: argparse.Namespace) -> None:
     removed: Any = () if args.remove is None else sources.read_keys(args.remove, args.key, Dialect.of(vars(args)))
     source, new, names, taken = Items(), dict[str, Any](), before.attributes.column_names, ""
     if args.add:
-        args.source, args.attribute = args.add, names
+        args.source = args.add
         args.key = "" if args.key is None and are_row_numbers(before.keys) else args.key  # then they go on
-        columns_of(args, Path(args.file).stem)
-        taken, args.key = taken_of(args), args.key or None
+        taken, args.key = choose_columns(args, Path(args.file).stem, before), args.key or None
         source = sources.read(
             args.add, column=args.column, key=args.key, attributes=names, dialect=Dialect.of(vars(args))
         )

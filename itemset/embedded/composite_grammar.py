@@ -174,12 +174,10 @@ class Composite:
     def _read_anew(self, threads: list[_Thread]) -> list[_Thread]:
         """Return the readings of the tokens so far, where an item is complete that asks for another grammar by that."""
         for thread in threads:
-            hole = thread.holes[thread.found.last.hole] if thread.found else None
-            if hole is None or hole.reread_by is None:
+            if thread.found is None or (hole := thread.holes[thread.found.last.hole]).reread_by is None:
                 continue
             if hole.bridges is not None and any(one.hole >= 0 for one in threads):
                 continue  # the item may still become a longer one, which what follows decides
-            assert thread.found is not None
             if (compiled := hole.reread_by(thread.found.last.tokens)) is None:
                 return [one for one in threads if one is not thread]
             other = Composite(*compiled, self._stops)

@@ -163,30 +163,32 @@ class Marker:
         out, distinct = dict(node), read and self._is_distinct(node, path)
         for key, value in node.items():
             below, is_list = f"{path}.{key}", isinstance(value, list)
-            several = key == "allOf" and is_list and len(value) > 1 and self._survey.holds(value, ANY)
-            refers = key in REFERENCES[1:] or (key in _UNREAD and self._survey.holds(value, REFERRING))
-            away = key == "$ref" and isinstance(value, str) and value != "#" and not value.startswith("#/")
-            self._unheld += [_does_not_hold(below)] if read and (several or refers or away) else []
-            self._unheld += self._beside(node, key, path) if read else []
+            self._unheld += self._lost(node, key, path) if read else []
             if key in NAMED and isinstance(value, dict):
                 out[key] = dict[str, Any]()
                 for name, one in value.items():
                     first, out[key][name] = len(self._places), self._schema(one, f"{below}.{name}", read)
-                    for number in range(first if key in DEFINITIONS else len(self._places), len(self._places)):
-                        self._defined.setdefault(number, name)
+                    if key in DEFINITIONS:  # that of the innermost stays
+                        self._defined |= dict.fromkeys({*range(first, len(self._places))} - self._defined.keys(), name)
             elif key not in NO_SCHEMAS and not (key == "items" and distinct):
                 out[key] = self._schema(value, below, read and (key in _READ_LISTS if is_list else key in _READ))
         return self._distinct_items(node, out, path) if distinct else out
 
-    def _beside(self, node: dict[str, Any], key: str, path: str) -> list[str]:
-        """Return what is wrong with a keyword because of another one beside it."""
+    def _lost(self, node: dict[str, Any], key: str, path: str) -> list[str]:
+        """Return what is wrong with a keyword, by itself or because of another one beside it."""
+        value = node[key]
+        several = key == "allOf" and isinstance(value, list) and len(value) > 1 and self._survey.holds(value, ANY)
+        refers = key in REFERENCES[1:] or (key in _UNREAD and self._survey.holds(value, REFERRING))
+        away = key == "$ref" and isinstance(value, str) and value != "#" and not value.startswith("#/")
+        if several or refers or away:
+            return [_does_not_hold(f"{path}.{key}")]
         ruling = next((one for one in _RULING if one in node), key)
-        if ruling != key and key not in DEFINITIONS and self._survey.holds(node[key], REFERRING):
+        if ruling != key and key not in DEFINITIONS and self._survey.holds(value, REFERRING):
             return [
                 f"{path}.{key}: xgrammar drops it beside {ruling}, so no item_set would hold there: omit one of them"
             ]
         others = [one for one in _OTHER_KEYS if node.get(one) not in (None, False)]
-        if key == "patternProperties" and self._survey.holds(node, ANY) and (others or len(node[key]) > 1):
+        if key == "patternProperties" and self._survey.holds(node, ANY) and (others or len(value) > 1):
             message = "the same key may come by another rule, so that an item_set would not hold: state all keys in"
             return [f"{path}.{key}: {message} properties, or one pattern alone"]
         return []
@@ -262,11 +264,10 @@ class Marker:
         if node.get("excludes") and self._survey.holds(node.get("json_schema"), SETS):
             raise ItemSetError(f"{path}.excludes would not hold for the items of a set: omit it, or exclude keys")
         if node.get("type") == "sequence" and isinstance(elements := node.get("elements"), list):
-            endless = [_is_endless(one, ".content" in path) for one in elements]
-            after = elements[endless.index(True) + 1 :] if True in endless else []
-            if any(self._survey.holds(one, SETS) for one in after):
+            at = next((i for i, one in enumerate(elements) if _is_endless(one, ".content" in path)), len(elements))
+            if any(self._survey.holds(one, SETS) for one in elements[at + 1 :]):
                 raise ItemSetError(
-                    f"{path}.elements[{endless.index(True)}] takes all text up to the end, so that no item_set after "
+                    f"{path}.elements[{at}] takes all text up to the end, so that no item_set after "
                     "it would begin: put a tag before the item, with triggered_tags and stop_after_first"
                 )
         begin, ends = node.get("begin"), node.get("end")

@@ -134,12 +134,7 @@ class Arena:
     """
 
     def __init__(
-        self,
-        nbytes: int,
-        device: torch.device | str = "cpu",
-        *,
-        max_sets: int = MOST_SETS,
-        kernels: Kernels = "auto",
+        self, nbytes: int, device: torch.device | str = "cpu", *, max_sets: int = MOST_SETS, kernels: Kernels = "auto"
     ) -> None:
         """Raise ItemSetError if the device has no such room or no such kernels, or as `Plan` does."""
         self.plan, self.device, self.choice = Plan(nbytes, max_sets=max_sets), torch.device(device), kernels

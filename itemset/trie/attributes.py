@@ -35,6 +35,11 @@ def is_list(kind: Any) -> bool:
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
 
 
+def as_values(array: Any) -> Any:
+    """Return an array of values, in place of one of their numbers in a dictionary."""
+    return array.cast(array.type.value_type) if pa.types.is_dictionary(array.type) else array
+
+
 def number_of(kind: Any) -> Any:
     """Return the type of a decimal's numbers, of any other type that type: databases write integers so, too."""
     return (pa.float64() if kind.scale > 0 else pa.int64()) if pa.types.is_decimal(kind) else kind

@@ -28,7 +28,7 @@ def install(runner: Any) -> str | None:
         if (name := type(layer).__name__) not in _KINDS:
             return f"states of {name}"
         if runner.num_speculative_steps or getattr(layer, "use_replayssm", False):
-            return "states that are behind their tokens, as beside speculation"
+            return "states that are not up to date, as beside speculation"
         page = layer.get_kv_cache_spec(runner.vllm_config).page_size_bytes
         if any(state.stride(0) * state.itemsize != page for state in layer.kv_cache):
             raise NotImplementedError("states between those of other layers")
